@@ -1,0 +1,1 @@
+"""Tests of zerofx; the folders mirror the package."""

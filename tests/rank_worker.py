@@ -1,0 +1,122 @@
+"""What a rank of `tests.ranks` runs: join the process group, then serve jobs until told to end."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def serve(
+    rank: int,
+    world_size: int,
+    port: int,
+    connection: Connection,
+    stacks: str,
+    log: str,
+    env: dict[str, str],
+) -> None:
+    """Answers each job with `(True, result)` or `(False, (kind, message, traceback))`."""
+    os.setpgid(0, 0)
+    _end_with_the_session()
+    _redirect_output(log)
+    stacks_file = open(stacks, "ab", buffering=0)  # noqa: SIM115 - open for the process's life
+    faulthandler.enable(stacks_file)
+    faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    environment = dict(os.environ)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    # The collections between jobs then scan what jobs made and not all of torch, which would
+    # take most of the time of a short job.
+    gc.collect()
+    gc.freeze()
+    _answer(connection, (True, None))
+    while (job := _next_job(connection)) is not None:
+        _fresh_state(environment)
+        outcome = _run(*job)
+        del job
+        _answer(connection, outcome)
+        del outcome
+    dist.destroy_process_group()
+
+
+def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    try:
+        module, _, path = name.partition(":")
+        function: Any = importlib.import_module(module)
+        for part in path.split("."):
+            function = getattr(function, part)
+        return True, function(*args, **kwargs)
+    except (Exception, SystemExit) as error:
+        return False, (type(error).__name__, str(error), traceback.format_exc())
+
+
+def _answer(connection: Connection, outcome: tuple[bool, Any]) -> None:
+    buffer = io.BytesIO()
+    try:
+        torch.save(outcome, buffer)
+    except Exception as error:
+        buffer = io.BytesIO()
+        message = f"the result cannot be sent: {error}"
+        torch.save((False, (type(error).__name__, message, traceback.format_exc())), buffer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(buffer.getvalue())
+
+
+def _next_job(connection: Connection) -> Any:
+    try:
+        return torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
+    except EOFError:
+        return None
+
+
+def _fresh_state(environment: dict[str, str]) -> None:
+    """Undoes what a job may leave behind in the process, so that jobs do not see each other."""
+    os.environ.clear()
+    os.environ.update(environment)
+    torch._dynamo.reset()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    gc.collect()
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def _redirect_output(log: str) -> None:
+    """Sends everything a rank prints, C++ too, to its own file, which failures quote."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _end_with_the_session() -> None:
+    """Leaves no rank behind, not even a hung one, when the test process is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="watch parent").start()

@@ -1,0 +1,294 @@
+"""Real gloo ranks for tests: a pool of processes that lives as long as the test session.
+
+    losses = run_ranks(2, train, "gpt", "zero3", timeout=120)     # one result per rank
+
+A job is a top-level function (or "module:function") that every rank calls with the same arguments,
+inside an initialised process group. A rank that raises, dies or hangs makes `run_ranks` raise
+`RanksFailed`, which carries each rank's traceback or stacks and the tail of what it printed.
+After any failure the pool is thrown away: its process group may hold half a collective.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.rank_worker import serve
+
+GRACE_SECONDS = 5.0
+START_SECONDS = 120.0
+OUTPUT_LINES = 40
+
+Job = Callable[..., Any] | str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What happened on one rank: `kind` is an exception's class name, "Died" or "Hung"."""
+
+    rank: int
+    kind: str
+    message: str
+    details: str
+    output: str = ""
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: {self.kind}: {self.message}\n{self.details.rstrip()}"
+        if self.output:
+            text += f"\nlast output of rank {self.rank}:\n{self.output}"
+        return text
+
+
+class RanksFailed(RuntimeError):
+    """A job failed; `failures` maps each rank that raised, died or hung to what it was doing."""
+
+    def __init__(self, job: str, failures: dict[int, Failure]):
+        self.failures = failures
+        body = "\n\n".join(str(failures[rank]) for rank in sorted(failures))
+        super().__init__(f"{job} failed on rank {', '.join(map(str, sorted(failures)))}\n\n{body}")
+
+
+def run_ranks(
+    world_size: int, function: Job, /, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[Any]:
+    """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order."""
+    name = _importable_name(function)
+    pool = _POOLS.get(world_size)
+    if pool is None:
+        pool = _POOLS[world_size] = Pool(world_size)
+    try:
+        return pool.run(name, args, kwargs, timeout)
+    except BaseException:
+        _POOLS.pop(world_size).kill()
+        raise
+
+
+def close_pools() -> None:
+    """Ends every worker; the session fixture in `conftest.py` calls it."""
+    global _session_dir
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+    if _session_dir is not None:
+        _session_dir.cleanup()
+        _session_dir = None
+
+
+def _importable_name(function: Job) -> str:
+    if isinstance(function, str):
+        return function
+    name = f"{function.__module__}:{function.__qualname__}"
+    if _resolve(name) is function:
+        return name
+    raise TypeError(f"{name} is not importable by name; ranks run top-level functions only")
+
+
+def _resolve(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+@dataclass
+class Worker:
+    """One rank as the parent sees it."""
+
+    rank: int
+    process: Any
+    connection: Connection
+    stacks: Path
+    log: Path
+    log_start: int = field(default=0)
+
+    def output(self) -> str:
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
+        return "\n".join(text.splitlines()[-OUTPUT_LINES:])
+
+    def dump_stacks(self) -> str:
+        """Has the worker write the stack of each of its threads, even one that is blocked in C."""
+        before = self.stacks.stat().st_size
+        try:
+            os.kill(self.process.pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            return "(the process is gone)"
+        size, give_up = before, time.monotonic() + 2
+        while time.monotonic() < give_up:
+            time.sleep(0.1)
+            if (now := self.stacks.stat().st_size) > before and now == size:
+                break
+            size = now
+        return self.stacks.read_bytes()[before:].decode(errors="replace") or "(no stacks)"
+
+
+class Pool:
+    """`world_size` workers joined in one gloo process group over a store that the parent hosts."""
+
+    def __init__(self, world_size: int):
+        # Hosted here, on a port the system picks: no race for a port, and no worker is special.
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
+        )
+        self.dir = Path(tempfile.mkdtemp(prefix=f"world{world_size}_", dir=_session_path()))
+        self.workers = [self._spawn(rank, world_size) for rank in range(world_size)]
+        try:
+            self._collect("start of the pool", START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _spawn(self, rank: int, world_size: int) -> Worker:
+        env = _worker_env()
+        # A server that has imported torch once forks the workers: a new pool takes a second.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOAD))
+        ours, theirs = multiprocessing.Pipe()
+        stacks, log = self.dir / f"rank{rank}.stacks", self.dir / f"rank{rank}.log"
+        stacks.touch()
+        log.touch()
+        args = (rank, world_size, self.store.port, theirs, str(stacks), str(log), env)
+        process = context.Process(target=serve, args=args, name=f"rank{rank}")
+        with patch.dict(os.environ, env):
+            process.start()
+        theirs.close()
+        return Worker(rank, process, ours, stacks, log)
+
+    def run(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> list[Any]:
+        message = _dumps((name, args, kwargs))
+        failures: dict[int, Failure] = {}
+        for worker in self.workers:
+            worker.log_start = worker.log.stat().st_size
+            try:
+                worker.connection.send_bytes(message)
+            except OSError:
+                failures[worker.rank] = self._died(worker)
+        if failures:
+            raise RanksFailed(name, failures)
+        return self._collect(name, timeout)
+
+    def _collect(self, name: str, timeout: float) -> list[Any]:
+        """Waits for every rank; after a first failure, only a short grace for the others."""
+        results: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        pending: dict[Any, Worker] = {worker.connection: worker for worker in self.workers}
+        deadline = time.monotonic() + timeout
+        reason = f"no answer within {timeout:g} s"
+        while pending and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), left):
+                worker = pending.pop(connection)
+                outcome = self._receive(worker)
+                if not isinstance(outcome, Failure):
+                    results[worker.rank] = outcome
+                    continue
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    reason = f"no answer within {GRACE_SECONDS:g} s of the first failure"
+                failures[worker.rank] = outcome
+        for worker in pending.values():
+            failures[worker.rank] = Failure(
+                worker.rank, "Hung", reason, worker.dump_stacks(), worker.output()
+            )
+        if failures:
+            raise RanksFailed(name, failures)
+        return [results[worker.rank] for worker in self.workers]
+
+    def _receive(self, worker: Worker) -> Any:
+        try:
+            fine, value = _loads(worker.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return self._died(worker)
+        if fine:
+            return value
+        kind, message, details = value
+        return Failure(worker.rank, kind, message, details, worker.output())
+
+    def _died(self, worker: Worker) -> Failure:
+        worker.process.join(GRACE_SECONDS)
+        stacks = worker.stacks.read_text(errors="replace")
+        message = f"the process ended with exit code {worker.process.exitcode}"
+        return Failure(worker.rank, "Died", message, stacks, worker.output())
+
+    def close(self) -> None:
+        for worker in self.workers:
+            try:
+                worker.connection.send_bytes(_dumps(None))
+            except OSError:
+                continue
+        give_up = time.monotonic() + GRACE_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, give_up - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            try:
+                # Each worker leads its own process group, which holds its compilers too.
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.connection.close()
+
+
+_POOLS: dict[int, Pool] = {}
+_session_dir: tempfile.TemporaryDirectory[str] | None = None
+_PRELOAD = (
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+)
+
+
+def _session_path() -> str:
+    global _session_dir
+    if _session_dir is None:
+        _session_dir = tempfile.TemporaryDirectory(
+            prefix="zerofx_ranks_", ignore_cleanup_errors=True
+        )
+    return _session_dir.name
+
+
+def _worker_env() -> dict[str, str]:
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        # Compile in the rank itself: a compile pool per rank would cost seconds and gigabytes.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(_session_path(), "inductor"),
+    }
+    if sys.platform == "linux":
+        # Otherwise gloo looks the host's own name up, which fails on machines without DNS.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+def _dumps(value: Any) -> bytes:
+    # Not the connection's own pickler: it passes tensors as shared memory owned by the worker.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)

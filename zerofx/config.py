@@ -1,0 +1,111 @@
+"""`ZeroConfig`: every choice a user can make, validated in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.errors import ConfigError
+
+Stage = Literal[0, 1, 2, 3]
+Inner = Literal["inductor", "eager"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroConfig:
+    """How one model is sharded, transformed and run.
+
+    Attributes:
+        stage: ZeRO stage; 0 is plain data parallelism through the same program.
+        inner: what runs the compute between collectives: `inductor`, or `eager` (op by op, the
+            oracle for numerics).
+        mesh: the data-parallel device mesh; 1-D `(shard,)`, or 2-D `(replicate, shard)` for hybrid
+            sharding. By default a 1-D mesh over all ranks.
+        replicate: number of replica groups when no mesh is given (hybrid sharding, the world size
+            must be a multiple of it): each group of `world_size // replicate` neighbouring ranks
+            holds one whole set of shards.
+        accumulate: number of backward passes per optimizer step. Stages 0 and 1 then send gradients
+            once per `accumulate` backwards and hold the full local sum meanwhile; stages 2 and 3
+            reduce every time, since their gradients are sharded at rest.
+        broadcast_buffers: rank 0's buffers win before each forward, as in DistributedDataParallel.
+        min_shard_numel: parameters with fewer elements, and scalars, stay replicated; their
+            gradients are all-reduced.
+        verify: check the program's rules after every pass.
+        disable: names of passes to leave out.
+        passes: extra passes (instances), appended to the pipeline.
+        hang_timeout: seconds that a rank waits in a collective before it compares its
+            program with the other ranks' and reports the difference.
+    """
+
+    stage: Stage = 3
+    inner: Inner = "inductor"
+    mesh: DeviceMesh | None = None
+    replicate: int = 1
+    accumulate: int = 1
+    broadcast_buffers: bool = True
+    min_shard_numel: int = 512
+    verify: bool = True
+    disable: tuple[str, ...] = ()
+    passes: tuple[Any, ...] = ()
+    hang_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "disable", tuple(self.disable))
+        object.__setattr__(self, "passes", tuple(self.passes))
+        checks: list[tuple[bool, str, str]] = [
+            (self.stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3"),
+            (self.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
+            (_is_count(self.replicate, 1), "replicate", "an integer of at least 1"),
+            (_is_count(self.accumulate, 1), "accumulate", "an integer of at least 1"),
+            (_is_count(self.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
+            (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
+        ]
+        for good, name, wanted in checks:
+            if not good:
+                given = getattr(self, name)
+                raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
+        if self.mesh is not None and self.replicate != 1:
+            raise ConfigError(
+                "options mesh and replicate contradict each other",
+                "give the 2-D mesh (replicate, shard) alone, or replicate=k alone",
+            )
+        if self.mesh is not None and self.mesh.ndim not in (1, 2):
+            raise ConfigError(
+                f"option mesh has {self.mesh.ndim} axes",
+                "use a 1-D mesh (shard,) or a 2-D mesh (replicate, shard)",
+            )
+
+
+def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> ZeroConfig:
+    """Translate the `options=` of `torch.compile` for the backend `zero{stage}`.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), or a stage that contradicts
+            the backend's name.
+    """
+    given = dict(options or {})
+    base = given.pop("config", None)
+    if base is not None and not isinstance(base, ZeroConfig):
+        raise ConfigError(f"option config={base!r} is not a ZeroConfig", "pass zerofx.ZeroConfig()")
+    known = {field.name for field in dataclasses.fields(ZeroConfig)} - {"stage"}
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"unknown option {key!r}", f"{hint}known: {', '.join(sorted(known))}")
+    if base is None:
+        return ZeroConfig(stage=stage, **given)
+    if base.stage != stage:
+        raise ConfigError(
+            f'backend="zero{stage}" contradicts config.stage={base.stage}',
+            f'use backend="zero{base.stage}" or ZeroConfig(stage={stage})',
+        )
+    return dataclasses.replace(base, **given)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,73 @@
+"""Every error that zerofx shows to a user.
+
+Each names what is wrong (parameter, module, node, pass), where, and the remedy. A class is a
+category that a program may catch; the sentence is built where the facts are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ZeroFxError(RuntimeError):
+    """Base class of all zerofx errors.
+
+    Args:
+        problem: one sentence that names the offending thing.
+        remedy: what the user does about it.
+        offenders: fully qualified names, listed below the sentence (all of them, at most 20 shown).
+    """
+
+    def __init__(self, problem: str, remedy: str = "", offenders: Iterable[str] = ()) -> None:
+        self.problem = problem
+        self.remedy = remedy
+        self.offenders = tuple(offenders)
+        super().__init__(_text(problem, remedy, self.offenders))
+
+
+class ConfigError(ZeroFxError, ValueError):
+    """An option is unknown, has a wrong type or contradicts another one."""
+
+
+class UnsupportedError(ZeroFxError):
+    """The model, optimizer or process group is of a kind that zerofx refuses by name."""
+
+
+class ShardingError(ZeroFxError):
+    """The model cannot be sharded here and now."""
+
+
+class UnreducedGradientError(ZeroFxError):
+    """An optimizer is about to apply gradients that no rank exchanged."""
+
+
+class StaleHandleError(ZeroFxError):
+    """A parameter object from before sharding is used after it."""
+
+
+class PassError(ZeroFxError):
+    """A pass refused its input."""
+
+
+class VerificationError(ZeroFxError):
+    """A program broke a rule after a pass; `rule` is the rule's name."""
+
+    def __init__(
+        self, rule: str, problem: str, remedy: str = "", offenders: Iterable[str] = ()
+    ) -> None:
+        self.rule = rule
+        super().__init__(f"[{rule}] {problem}", remedy, offenders)
+
+
+class DivergedError(ZeroFxError):
+    """Ranks run different programs, or issue collectives in a different order."""
+
+
+def _text(problem: str, remedy: str, offenders: tuple[str, ...]) -> str:
+    lines = [problem]
+    lines += [f"  - {name}" for name in offenders[:20]]
+    if len(offenders) > 20:
+        lines.append(f"  … and {len(offenders) - 20} more")
+    if remedy:
+        lines.append(f"Remedy: {remedy}")
+    return "\n".join(lines)

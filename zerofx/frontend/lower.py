@@ -1,0 +1,116 @@
+"""Turn a verified program into an executable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+
+from zerofx.errors import PassError
+from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.segments import Segment, split
+from zerofx.ir.facts import facts
+from zerofx.ir.ops import (
+    FREE,
+    REDUCE_GRAD,
+    REDUCE_START,
+    REDUCE_WAIT,
+    SYNC_BUFFERS,
+    UNSHARD,
+    UNSHARD_START,
+    UNSHARD_WAIT,
+)
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.runtime.execute import Executable, Register, Step
+from zerofx.runtime.handles import domain_of
+from zerofx.torch_private import lookup_seed_op
+
+Run = Callable[[list[Any]], Any]
+
+
+def lower(program: Program, compiler: SegmentCompiler) -> Executable:
+    """Bind communication nodes to the runtime and compile the segments between them.
+
+    Raises:
+        PassError: a marker is left, which no pass turned into communication.
+    """
+    left = [facts(node).param for node in program.calls(UNSHARD, REDUCE_GRAD)]
+    if left:
+        raise PassError(
+            f"the {program.region.value} program still holds markers",
+            "keep the passes insert_unshards and insert_reduces",
+            left,
+        )
+    graph = program.graph
+    pieces = split(graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    number = {node: index for index, node in enumerate(inputs)}
+    for piece in pieces:
+        for node in piece.outputs if isinstance(piece, Segment) else (piece,):
+            number[node] = len(number)
+    last = _last_readers(program, pieces)
+    backward = program.region is Region.BACKWARD
+    steps: list[Step] = []
+    for index, piece in enumerate(pieces):
+        many = isinstance(piece, Segment)
+        read = piece.inputs if many else tuple(piece.all_input_nodes)
+        made = piece.outputs if many else (piece,)
+        run = compiler.compile(piece, is_backward=backward) if many else _bind(piece)
+        drops = [number[node] for node in (*read, *made) if last.get(node, -1) == index]
+        reads = tuple(number[node] for node in read)
+        steps.append(Step(run, reads, tuple(number[n] for n in made), tuple(drops), many))
+    outputs = [Register(number[v]) if isinstance(v, fx.Node) else v for v in program.outputs]
+    unread = [number[node] for node in inputs if not node.users]
+    return Executable(steps, len(inputs), len(number), outputs, unread)
+
+
+def _last_readers(
+    program: Program, pieces: Iterable[fx.Node | Segment]
+) -> dict[fx.Node, int]:
+    """For each value that is not returned, the piece after which nobody reads it."""
+    returned = {value for value in program.outputs if isinstance(value, fx.Node)}
+    last: dict[fx.Node, int] = {}
+    for index, piece in enumerate(pieces):
+        read = piece.inputs if isinstance(piece, Segment) else piece.all_input_nodes
+        last.update((node, index) for node in read if node not in returned)
+    return last
+
+
+def _bind(node: fx.Node) -> Run:
+    """The runtime call behind a communication node; its tensor arguments come in a list."""
+    match node.target:
+        case op if op is UNSHARD_START:
+            domain, size = domain_of(_handle(node, 2)), node.args[1]
+            return lambda args: domain.unshard_start(args[0], size)
+        case op if op is UNSHARD_WAIT:
+            start, size = node.args
+            assert isinstance(start, fx.Node)
+            domain = domain_of(_handle(start, 2))
+            return lambda args: domain.unshard_wait(args[0], size)
+        case op if op is FREE:
+            domain = domain_of(_handle(node, 1))
+            return lambda args: domain.free(args[0])
+        case op if op is REDUCE_START:
+            domain = domain_of(_handle(node, 2))
+            return lambda args: domain.reduce_start(*args)
+        case op if op is REDUCE_WAIT:
+            start = node.args[0]
+            assert isinstance(start, fx.Node)
+            domain = domain_of(_handle(start, 2))
+            return lambda args: domain.reduce_wait(*args)
+        case op if op is SYNC_BUFFERS:
+            domain = domain_of(_handle(node, 1))
+            return domain.sync_buffers
+        case op if op is lookup_seed_op():
+            index = node.args[1]
+            return lambda args: args[0][index]
+        case _:
+            raise PassError(f"no runtime for {node.target}", "report this", [node.name])
+
+
+def _handle(node: fx.Node, position: int) -> int:
+    handle = node.args[position]
+    assert isinstance(handle, int)
+    return handle

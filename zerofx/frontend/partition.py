@@ -1,0 +1,48 @@
+"""Cut the joint graph into forward and backward.
+
+What a full weight may not do is decided here: at every stage all forward nodes that depend on
+parameters alone are recomputed in backward, so that forward saves shards, never full values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerofx.ir.ops import UNSHARD, is_call
+from zerofx.torch_private import must_recompute_tag
+
+
+def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
+    """Tag forward nodes whose tensor ancestors are all parameters or constants.
+
+    Gathers, views, casts, concatenations, LoRA merges and weight norm are among them; random nodes
+    are not. The tags carry no checkpointing region: torch would turn them into saves at its border.
+
+    Returns:
+        The tagged nodes.
+    """
+    constant: set[fx.Node] = set()
+    tagged: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            constant.add(node)
+        if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        sources = node.all_input_nodes
+        if is_call(node, UNSHARD):
+            tagged[node] = None
+        elif not _is_impure(node) and all(arg in constant or arg in tagged for arg in sources):
+            if any(arg in tagged for arg in sources):
+                tagged[node] = None
+            else:
+                constant.add(node)
+    for node in tagged:
+        node.meta["recompute"] = must_recompute_tag()
+        node.meta.pop("ac_graph_id", None)
+    return list(tagged)
+
+
+def _is_impure(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.is_impure()

@@ -1,0 +1,145 @@
+"""Which model is being compiled: read off the Python call stack, never from local variables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerofx.errors import ShardingError
+from zerofx.sharding.refuse import refuse_wrappers
+from zerofx.torch_private import unwrap_compiled
+
+_CALLS = ("_call_impl", "_wrapped_call_impl")
+_CALL_FILE = nn.Module._call_impl.__code__.co_filename
+_REMEDY = (
+    "shard the whole model before its first forward: "
+    "import zerofx; zerofx.shard(model, zerofx.ZeroConfig(stage=…))"
+)
+
+
+def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
+    """The outermost module on the call stack that owns every plain parameter of the graph.
+
+    Args:
+        plain: parameters that Dynamo's graph reads and that are not sharded yet.
+
+    Raises:
+        ShardingError: no running module owns them all; an outer module, which owns more, is
+            running eagerly; or this forward used some of them already.
+        UnsupportedError: a module on the stack is DistributedDataParallel or the like.
+    """
+    frames = list(_module_frames())
+    modules = [module for _, module in frames]
+    refuse_wrappers(modules)
+    wanted = {id(param) for param in plain}
+    owners = [module for module in modules if wanted <= _owned(module)]
+    if not owners:
+        raise ShardingError(
+            "the compiled code reads parameters that no module on the call stack owns "
+            "(a compiled function that calls modules, or several models in one graph)",
+            _REMEDY,
+            [f"a parameter of shape {tuple(param.shape)}" for param in plain],
+        )
+    outer = owners[-1]
+    # A wrapper around the compiled model owns just the same parameters: the model is the root.
+    root = next(module for module in owners if _owned(module) == _owned(outer))
+    compiled = _compiled_module(frames)
+    if compiled is not None and _owned(compiled) != _owned(outer):
+        raise ShardingError(
+            f"{type(compiled).__name__} is compiled while {type(outer).__name__}, which owns more "
+            "parameters, runs its forward without zerofx",
+            _REMEDY,
+        )
+    _refuse_used(root, frames)
+    return root
+
+
+def refuse_running_wrappers() -> None:
+    """Refuse to compile inside DistributedDataParallel and its like.
+
+    Raises:
+        UnsupportedError: names the wrapper.
+    """
+    refuse_wrappers(module for _, module in _module_frames())
+
+
+def _module_frames() -> Iterator[tuple[FrameType, nn.Module]]:
+    """Calls of modules on this thread's stack, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _CALLS and code.co_filename == _CALL_FILE:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                yield frame, unwrap_compiled(module)
+        frame = frame.f_back
+
+
+def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module | None:
+    """The module that `torch.compile` was given; `None` if it was given a function."""
+    inside: nn.Module | None = None
+    by_frame = {id(frame): module for frame, module in frames}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if id(frame) in by_frame:
+            inside = by_frame[id(frame)]
+        if frame.f_code.co_name == "compile_wrapper":
+            if inside is not None:
+                return inside
+            back = frame.f_back
+            return by_frame.get(id(back)) if back is not None else None
+        frame = frame.f_back
+    return inside
+
+
+def _owned(module: nn.Module) -> set[int]:
+    return {id(param) for param in module.parameters()}
+
+
+def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]]) -> None:
+    """Refuse if a value of the forward under way depends on plain parameters already.
+
+    Its backward would need full values that sharding frees.
+    """
+    last = next(frame for frame, module in reversed(frames) if module is root)
+    names = {id(param): name for name, param in root.named_parameters()}
+    used: dict[str, None] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        for value in _tensors(frame.f_locals.values()):
+            used.update(dict.fromkeys(_parameters_behind(value, names)))
+        if frame is last:
+            break
+        frame = frame.f_back
+    if used:
+        raise ShardingError(
+            f"the forward of {type(root).__name__} used plain parameters before zerofx saw it "
+            "(a graph break that Dynamo could not compile around)",
+            _REMEDY,
+            used,
+        )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _parameters_behind(value: Tensor, names: dict[int, str]) -> Iterator[str]:
+    queue, seen = [value.grad_fn], set[Any]()
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if id(variable) in names:
+            yield names[id(variable)]
+        queue.extend(following for following, _ in node.next_functions)

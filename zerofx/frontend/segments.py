@@ -1,0 +1,150 @@
+"""Cut a program at its communication nodes into compute segments.
+
+A segment is a run of neighbouring compute nodes. Equal segments (same ops, shapes, strides) share
+one compiled function, so that the number of compilations does not grow with a model's depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir.ops import PROGRAM_OPS
+from zerofx.ir.view import positions
+from zerofx.torch_private import lookup_seed_op, symbols_of
+
+_VIEWS = frozenset(
+    (
+        torch.ops.aten.t.default,
+        torch.ops.aten.view.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A run of compute nodes.
+
+    Attributes:
+        inputs: nodes outside whose values it reads; symbols that it needs come first.
+        outputs: its nodes whose values are read outside.
+        module: the nodes as a graph of their own; the output is a tuple.
+        key: equal for segments that compute the same; `None` for ones that are not shared.
+        only_views: nothing to compile.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    module: fx.GraphModule
+    key: str
+    only_views: bool
+
+
+def split(graph: fx.Graph) -> list[fx.Node | Segment]:
+    """Communication nodes and compute segments, in execution order.
+
+    Placeholders and the output node are left out.
+    """
+    runs: list[fx.Node | list[fx.Node]] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target in PROGRAM_OPS or node.target is lookup_seed_op():
+            runs.append(node)
+        elif runs and isinstance(runs[-1], list):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    symbols = _symbol_sources(graph)
+    place = positions(graph)
+    return [
+        run if isinstance(run, fx.Node) else _make_segment(graph, run, symbols, place)
+        for run in runs
+    ]
+
+
+def _make_segment(
+    graph: fx.Graph,
+    nodes: list[fx.Node],
+    symbols: dict[str, fx.Node],
+    place: dict[fx.Node, int],
+) -> Segment:
+    inside = set(nodes)
+    outer = {arg: None for node in nodes for arg in node.all_input_nodes if arg not in inside}
+    read = sorted(outer, key=lambda node: place[node])
+    needed = {
+        symbol: None
+        for node in (*read, *nodes)
+        for symbol in symbols_of(node.meta.get("val"))
+        if symbol in symbols
+    }
+    leading = [symbols[symbol] for symbol in needed if symbols[symbol] not in inside]
+    inputs = tuple(dict.fromkeys((*leading, *read)))
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    module = _extract(graph, nodes, inputs, outputs)
+    return Segment(
+        inputs, outputs, module, _key(module), all(node.target in _VIEWS for node in nodes)
+    )
+
+
+def _extract(
+    graph: fx.Graph,
+    nodes: list[fx.Node],
+    inputs: tuple[fx.Node, ...],
+    outputs: tuple[fx.Node, ...],
+) -> fx.GraphModule:
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for index, node in enumerate(inputs):
+        copies[node] = made.placeholder(f"in_{index}")
+        copies[node].meta["val"] = node.meta.get("val")
+    for node in nodes:
+        copies[node] = made.node_copy(node, lambda arg: copies[arg])
+    made.output(tuple(copies[node] for node in outputs))
+    owner = graph.owning_module
+    return fx.GraphModule(owner if owner is not None else torch.nn.Module(), made)
+
+
+def _key(module: fx.GraphModule) -> str:
+    """Text that is equal for segments of equal meaning: canonical names, full tensor metadata."""
+    number = {node: index for index, node in enumerate(module.graph.nodes)}
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), lambda arg: f"%{number[arg]}")
+        target = "" if node.op == "placeholder" else _target_key(module, node)
+        lines.append(f"{node.op} {target} {args} {_value_key(node.meta.get('val'))}")
+    return "\n".join(lines)
+
+
+def _target_key(module: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "get_attr":
+        # Constants and subgraphs of higher-order ops: shared only with themselves.
+        return f"{node.target}@{id(getattr(module, str(node.target), None))}"
+    return str(node.target)
+
+
+def _value_key(value: Any) -> str:
+    if isinstance(value, Tensor):
+        stride = tuple(value.stride()) if value.layout == torch.strided else None
+        return f"{value.dtype}{tuple(value.shape)}{stride}{value.device}{value.requires_grad}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(_value_key(item) for item in value)
+    return repr(value)
+
+
+def _symbol_sources(graph: fx.Graph) -> dict[str, fx.Node]:
+    """For each shape symbol, the first node whose value is that symbol."""
+    found: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            found.setdefault(str(value), node)
+    return found

@@ -1,0 +1,91 @@
+"""Hooks around every optimizer step: nothing trains wrongly in silence.
+
+Importing the backend installs them. Before a step, plain parameters whose gradients no rank
+exchanged are an error; after it, resident copies of what it updated are out of date.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zerofx.errors import UnreducedGradientError
+from zerofx.runtime.handles import live_domains
+from zerofx.runtime.session import Session
+from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
+
+
+def install() -> None:
+    """Register the hooks; call once."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def live_sessions() -> list[Session]:
+    """Sessions of all sharded models that are alive."""
+    sessions = {id(domain.session): domain.session for domain in live_domains()}
+    return list(sessions.values())
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    params = _params(optimizer)
+    if any(isinstance(param, DTensor) for param in params):
+        sharded = {id(state.param) for session in live_sessions() for state in session.states}
+        if any(id(param) in sharded for param in params):
+            refuse_optimizers([optimizer])
+    for session in live_sessions():
+        session.refuse_pending(params)
+    if dist.get_world_size() > 1:
+        _refuse_unreduced(params)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    params = _params(optimizer)
+    for session in live_sessions():
+        session.optimizer_stepped(params)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _refuse_unreduced(params: list[Tensor]) -> None:
+    plain = [param for param in params if not isinstance(param, (DTensor, StaleParameter))]
+    suspects = {id(param) for param in plain if param.requires_grad and param.grad is not None}
+    if not suspects:
+        return
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            suspects -= {id(param) for param in module.parameters()}
+    if suspects:
+        raise UnreducedGradientError(
+            "an optimizer is about to apply gradients that only this rank knows: these parameters "
+            "were not sharded (Dynamo skipped the code that reads them, or a part of the model was "
+            "compiled without its root)",
+            "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "
+            "first forward; models that zerofx does not train belong in DistributedDataParallel",
+            _names(modules, suspects),
+        )
+
+
+def _names(modules: list[nn.Module], wanted: set[int]) -> list[str]:
+    """The longest qualified name of each parameter, and its shape."""
+    found: dict[int, str] = {}
+    for module in modules:
+        for name, param in module.named_parameters():
+            if id(param) in wanted and len(name) > len(found.get(id(param), "")):
+                found[id(param)] = name
+    return sorted(found.values()) or [f"{len(wanted)} parameters that no module owns"]

@@ -1,0 +1,187 @@
+"""What the rules of `zerofx.ir.verify` look at: one program, analysed once, in linear time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.ir.text import node_names
+from zerofx.ir.view import aliased_inputs, positions
+
+Roots = tuple[fx.Node, ...]
+_NONE: Roots = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program under examination.
+
+    Attributes:
+        program: the program.
+        done: names of the passes that ran on it.
+        final: no pass follows.
+        budget_bytes: most bytes of full values that may be live at once.
+        order: the collectives that must be issued, in order.
+    """
+
+    program: Program
+    done: frozenset[str]
+    final: bool
+    budget_bytes: int | None = None
+    order: Sequence[str] | None = None
+
+    def name(self, node: fx.Node) -> str:
+        """What the printer calls `node`."""
+        return self._names[node]
+
+    def calls(self, *targets: Any) -> list[fx.Node]:
+        """Nodes that call one of `targets`, in execution order."""
+        found = [node for target in targets for node in self._by_op.get(target, ())]
+        return sorted(found, key=self.place.__getitem__) if len(targets) > 1 else found
+
+    @functools.cached_property
+    def place(self) -> dict[fx.Node, int]:
+        """Place of each node in execution order."""
+        return positions(self.program.graph)
+
+    @functools.cached_property
+    def gathered(self) -> dict[fx.Node, None]:
+        """Full values in memory that exists for them alone: neither resident nor replicated."""
+        fulls = self.calls(ops.UNSHARD, ops.UNSHARD_WAIT) if self.program.stage == 3 else []
+        return dict.fromkeys(node for node in fulls if self._is_temporary(node))
+
+    @functools.cached_property
+    def frees(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each freed value the nodes that free it."""
+        out: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.calls(ops.FREE):
+            out.setdefault(node.all_input_nodes[0], []).append(node)
+        return out
+
+    @functools.cached_property
+    def roots(self) -> dict[fx.Node, Roots]:
+        """For each node the full values whose memory it may share; only nodes that share any."""
+        out: dict[fx.Node, Roots] = {}
+        for node in self.place:
+            if ops.is_call(node, ops.UNSHARD, ops.UNSHARD_WAIT):
+                out[node] = (node,)
+            elif any(source in out for source in node.all_input_nodes):
+                shared = _union(out.get(source, _NONE) for source in aliased_inputs(node))
+                if shared:
+                    out[node] = shared
+        return out
+
+    def roots_read_by(self, node: fx.Node) -> Roots:
+        """Full values whose memory `node` reads."""
+        return _union(self.roots.get(source, _NONE) for source in node.all_input_nodes)
+
+    @functools.cached_property
+    def derived(self) -> dict[fx.Node, None]:
+        """Values computed from gathered parameters and constants alone, without randomness."""
+        constant: dict[fx.Node, None] = {}
+        out: dict[fx.Node, None] = dict(self.gathered)
+        for node in self.place:
+            if node.op == "get_attr":
+                constant[node] = None
+            if node.op != "call_function" or node in out or _is_random(node):
+                continue
+            of_param = [source in out for source in node.all_input_nodes]
+            if any(of_param):
+                if all(source in constant or source in out for source in node.all_input_nodes):
+                    out[node] = None
+            elif all(source in constant for source in node.all_input_nodes):
+                constant[node] = None
+        return out
+
+    @functools.cached_property
+    def reductions(self) -> dict[fx.Node, Roots]:
+        """For each node the nearest reductions on the way to it; gathering ends the way."""
+        reducing = (ops.REDUCE_GRAD, ops.REDUCE_START)
+        out: dict[fx.Node, Roots] = {}
+        for node in self.place:
+            if ops.is_call(node, *reducing):
+                out[node] = (node,)
+            elif not ops.is_call(node, ops.UNSHARD, ops.UNSHARD_START):
+                found = _union(out.get(source, _NONE) for source in node.all_input_nodes)
+                if found and node.op != "output":
+                    out[node] = found
+        return out
+
+    @functools.cached_property
+    def returned(self) -> list[fx.Node]:
+        """What the user gets."""
+        return _nodes(self.program.outputs[: self.program.num_user_outputs])
+
+    @functools.cached_property
+    def saved(self) -> list[fx.Node]:
+        """What a forward program keeps for backward."""
+        if self.program.region is not Region.FORWARD:
+            return []
+        return _nodes(self.program.outputs[self.program.num_user_outputs :])
+
+    def peak(self) -> tuple[int, fx.Node | None]:
+        """Most bytes of gathered values live at once, and the gather that reaches them."""
+        changes: dict[fx.Node, int] = {}
+        for full in self.gathered:
+            if ops.is_call(full, ops.UNSHARD):
+                continue
+            start, size = full.all_input_nodes[0], self._full_bytes(full)
+            changes[start] = changes.get(start, 0) + size
+            for free in self.frees.get(full, ())[:1]:
+                changes[free] = changes.get(free, 0) - size
+        live, peak, where = 0, 0, None
+        for node in self.place:
+            live += changes.get(node, 0)
+            if live > peak:
+                peak, where = live, node
+        return peak, where
+
+    @functools.cached_property
+    def _names(self) -> Mapping[fx.Node, str]:
+        return node_names(self.program)
+
+    @functools.cached_property
+    def _by_op(self) -> dict[Any, list[fx.Node]]:
+        out: dict[Any, list[fx.Node]] = {}
+        for node in self.place:
+            if node.op == "call_function":
+                out.setdefault(node.target, []).append(node)
+        return out
+
+    def _is_temporary(self, full: fx.Node) -> bool:
+        spec = self.program.spec(full)
+        return spec is None or (spec.layout.sharded and not spec.layout.resident)
+
+    def _full_bytes(self, full: fx.Node) -> int:
+        spec, value = self.program.spec(full), full.meta.get("val")
+        if spec is not None:
+            return spec.padded_numel * spec.dtype.itemsize
+        return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def _union(parts: Iterable[Roots]) -> Roots:
+    """Members of all parts, each once; the common cases of one part cost nothing."""
+    found: Roots = _NONE
+    for part in parts:
+        if not found:
+            found = part
+        elif part and part is not found:
+            found = tuple(dict.fromkeys((*found, *part)))
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.is_impure()
+
+
+def _nodes(values: Sequence[Any]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]

@@ -1,0 +1,108 @@
+"""The type equation at the cut: forward and backward re-add to the joint program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, fx
+
+from zerofx.errors import VerificationError
+from zerofx.ir.facts import Facts, Role, facts
+from zerofx.ir.ops import REDUCE_GRAD, is_call
+from zerofx.ir.program import Program
+
+
+def verify_cut(joint: Program, forward: Program, backward: Program) -> None:
+    """Check a partition right after it was made, before passes rename what is saved.
+
+    Inputs of the joint program are inputs of forward or, for tangents, of backward; backward reads
+    what forward saves and nothing else; user outputs and gradients match in number and place.
+
+    Raises:
+        VerificationError: names every input, saved value or gradient that does not add up.
+    """
+    problems = [
+        *_inputs(joint, forward, backward),
+        *_saved(joint, forward, backward),
+        *_results(joint, forward, backward),
+    ]
+    if problems:
+        raise VerificationError(
+            "cut",
+            "forward and backward do not add up to the joint program",
+            "report this: the partition function broke its contract",
+            problems,
+        )
+
+
+def _inputs(joint: Program, forward: Program, backward: Program) -> Iterator[str]:
+    joint_inputs, forward_inputs = _placeholders(joint), _placeholders(forward)
+    backward_inputs = _placeholders(backward)
+    for name, node in joint_inputs.items():
+        if name not in forward_inputs and name not in backward_inputs:
+            yield f"input {_called(node)} is read by neither program"
+    for name, node in forward_inputs.items():
+        # The partitioner adds random generator states, which are no tensors.
+        if name not in joint_inputs and isinstance(node.meta.get("val"), Tensor):
+            yield f"forward reads {_called(node)}, which is no input of the joint program"
+
+
+def _saved(joint: Program, forward: Program, backward: Program) -> Iterator[str]:
+    saved = [n for n in forward.outputs[forward.num_user_outputs :] if isinstance(n, fx.Node)]
+    names = {node.name for node in saved}
+    given = set(_placeholders(joint)) - set(_placeholders(forward))
+    reads = {
+        name: node
+        for name, node in _placeholders(backward).items()
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+    for name, node in reads.items():
+        if name not in names and name not in given:
+            yield f"backward reads {_called(node)}, which forward does not save"
+    for node in saved:
+        if isinstance(node.meta.get("val"), Tensor) and node.name not in reads:
+            yield f"forward saves {_called(node)}, which backward does not read"
+
+
+def _results(joint: Program, forward: Program, backward: Program) -> Iterator[str]:
+    if forward.num_user_outputs != joint.num_user_outputs:
+        yield (
+            f"forward returns {forward.num_user_outputs} values to the user, "
+            f"the joint program {joint.num_user_outputs}"
+        )
+    wanted = joint.outputs[joint.num_user_outputs :]
+    if len(wanted) != len(backward.outputs):
+        yield f"backward returns {len(backward.outputs)} gradients of {len(wanted)}"
+        return
+    reduced = _reduced_params(backward)
+    records = [facts(node) for node in _placeholders(joint).values()]
+    records += [Facts()] * (len(wanted) - len(records))
+    for place, (old, new) in enumerate(zip(wanted, backward.outputs, strict=True)):
+        param = records[place].param
+        if (old is None) != (new is None):
+            yield f"gradient {place} ({param or 'an input'}) is missing in one program"
+        elif new is not None and records[place].role is Role.SHARD and reduced.get(new) != param:
+            yield f"gradient {place} is not the reduced gradient of {param}"
+
+
+def _reduced_params(backward: Program) -> dict[fx.Node, str]:
+    """For each node behind a reduction the parameter that was reduced last on the way."""
+    out: dict[fx.Node, str] = {}
+    for node in backward.graph.nodes:
+        if is_call(node, REDUCE_GRAD):
+            out[node] = facts(node).param
+        elif node.op == "call_function":
+            params = {out[source] for source in node.all_input_nodes if source in out}
+            if len(params) == 1:
+                out[node] = params.pop()
+    return out
+
+
+def _placeholders(program: Program) -> dict[str, fx.Node]:
+    nodes: Iterable[fx.Node] = program.graph.find_nodes(op="placeholder")
+    return {node.name: node for node in nodes}
+
+
+def _called(node: fx.Node) -> str:
+    param = facts(node).param
+    return f"{node.name} ({param})" if param else node.name

@@ -1,0 +1,74 @@
+"""The one door through which graphs are edited.
+
+It keeps `meta["val"]` right, writes `Facts`, and stamps the pass that made the edit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from zerofx.ir.facts import Facts, facts, set_facts
+from zerofx.ir.program import Program
+from zerofx.torch_private import fake_mode_of
+
+
+class Editor:
+    """Edits `program` on behalf of the pass `origin`."""
+
+    def __init__(self, program: Program, origin: str) -> None:
+        self.program = program
+        self.origin = origin
+        self._fake_mode = fake_mode_of(node.meta.get("val") for node in program.graph.nodes)
+
+    def call_before(self, anchor: fx.Node, op: Any, args: tuple[Any, ...], record: Facts) -> fx.Node:
+        """Insert a call of `op` before `anchor`; its value is computed on fake tensors."""
+        with self.program.graph.inserting_before(anchor):
+            return self._call(op, args, record)
+
+    def call_after(self, anchor: fx.Node, op: Any, args: tuple[Any, ...], record: Facts) -> fx.Node:
+        """Insert a call of `op` right after `anchor`."""
+        with self.program.graph.inserting_after(anchor):
+            return self._call(op, args, record)
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every reader of `old` read `new`, and erase `old`."""
+        old.replace_all_uses_with(new)
+        self.erase(old)
+
+    def set_input(self, node: fx.Node, old: fx.Node, new: fx.Node) -> None:
+        """Let `node` read `new` where it read `old`."""
+        node.replace_input_with(old, new)
+
+    def erase(self, node: fx.Node) -> None:
+        """Remove a node without readers."""
+        self.program.graph.erase_node(node)
+
+    def move_before(self, node: fx.Node, anchor: fx.Node) -> None:
+        """Move `node` to right before `anchor`."""
+        anchor.prepend(node)
+
+    def move_after(self, node: fx.Node, anchor: fx.Node) -> None:
+        """Move `node` to right after `anchor`."""
+        anchor.append(node)
+
+    def note(self, node: fx.Node, **changes: Any) -> None:
+        """Change fields of a node's facts."""
+        set_facts(node, dataclasses.replace(facts(node), **changes))
+
+    def finish(self) -> None:
+        """Check the graph and regenerate its code."""
+        self.program.graph.lint()
+        self.program.module.recompile()
+
+    def _call(self, op: Any, args: tuple[Any, ...], record: Facts) -> fx.Node:
+        node = self.program.graph.call_function(op, args)
+        set_facts(node, dataclasses.replace(record, origin=self.origin))
+        values = pytree.tree_map_only(fx.Node, lambda arg: arg.meta.get("val"), args)
+        with self._fake_mode or contextlib.nullcontext():
+            node.meta["val"] = op(*values)
+        return node

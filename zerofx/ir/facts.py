@@ -1,0 +1,71 @@
+"""What zerofx knows about a node: one frozen record under one key of `node.meta`.
+
+Facts are written when a node is annotated or inserted and are never recovered from names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from torch import fx
+
+from zerofx.ir.spec import Tier
+
+_KEY = "zerofx"
+
+
+class Role(enum.Enum):
+    """What a node is to ZeRO."""
+
+    COMPUTE = "compute"
+    SHARD = "shard"
+    BUFFER = "buffer"
+    MESH = "mesh"
+    SAVED = "saved"
+    FULL = "full"
+    GRAD = "grad"
+    UNSHARD = "unshard"
+    REDUCE = "reduce"
+    FREE = "free"
+    SYNC = "sync"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """One node's facts.
+
+    Attributes:
+        role: what the node is to ZeRO.
+        param: name of the parameter or buffer it concerns.
+        module: path of the module whose forward made it.
+        layout: printed name of the parameter's layout.
+        axis: mesh axis that its bytes cross.
+        bucket: name of the bucket it belongs to.
+        wire_bytes: bytes that this rank sends.
+        tier: memory that holds the value.
+        origin: pass that inserted it; empty for traced nodes.
+    """
+
+    role: Role = Role.COMPUTE
+    param: str = ""
+    module: str = ""
+    layout: str = ""
+    axis: str = ""
+    bucket: str = ""
+    wire_bytes: int = 0
+    tier: Tier = Tier.DEVICE
+    origin: str = ""
+
+
+_NOTHING = Facts()
+
+
+def facts(node: fx.Node) -> Facts:
+    """The record of `node`; an empty one if nothing is known."""
+    return node.meta.get(_KEY, _NOTHING)
+
+
+def set_facts(node: fx.Node, record: Facts) -> None:
+    """Attach `record` to `node`."""
+    node.meta[_KEY] = record

@@ -1,0 +1,125 @@
+"""The vocabulary: every zerofx op, declared once, with its fake kernel.
+
+Markers appear while a model is traced and say nothing about when or how bytes move:
+
+* `unshard(shard, size, layout)`: the full value of a parameter;
+* `reduce_grad(grad, shard, layout)`: the mean over all data-parallel ranks of a full gradient, of
+  which each rank keeps what it owns. It is registered as the gradient of `unshard`.
+
+Passes replace them by program nodes, which only a program holds:
+
+* `unshard_start(shard, size, layout)` → `unshard_wait(pending, size)` → `free(full, layout)`;
+* `reduce_start(grad, shard, layout)` → `reduce_wait(pending, shard)`;
+* `sync_buffers(buffers, layout)`: rank 0's values, in place.
+
+`size` is the global shape, `layout` an integer handle (see `zerofx.ir.spec.Layout`). Eager kernels
+of the markers are registered by `zerofx.runtime.markers`; program nodes are bound by
+`zerofx.runtime.execute`, or interpreted by `zerofx.sim.lockstep`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_LIBRARY = torch.library.Library("zerofx", "DEF")
+for _schema in (
+    "unshard(Tensor shard, SymInt[] size, int layout) -> Tensor",
+    "reduce_grad(Tensor grad, Tensor shard, int layout) -> Tensor",
+    "unshard_start(Tensor shard, SymInt[] size, int layout) -> Tensor",
+    "unshard_wait(Tensor pending, SymInt[] size) -> Tensor",
+    "free(Tensor full, int layout) -> ()",
+    "reduce_start(Tensor grad, Tensor shard, int layout) -> Tensor",
+    "reduce_wait(Tensor pending, Tensor shard) -> Tensor",
+    "sync_buffers(Tensor[] buffers, int layout) -> ()",
+):
+    _LIBRARY.define(_schema)
+
+_ops = torch.ops.zerofx
+UNSHARD = _ops.unshard.default
+REDUCE_GRAD = _ops.reduce_grad.default
+UNSHARD_START = _ops.unshard_start.default
+UNSHARD_WAIT = _ops.unshard_wait.default
+FREE = _ops.free.default
+REDUCE_START = _ops.reduce_start.default
+REDUCE_WAIT = _ops.reduce_wait.default
+SYNC_BUFFERS = _ops.sync_buffers.default
+
+PROGRAM_OPS = frozenset(
+    (UNSHARD_START, UNSHARD_WAIT, FREE, REDUCE_START, REDUCE_WAIT, SYNC_BUFFERS)
+)
+"""Nodes at which a program is cut into compute segments."""
+
+
+def is_call(node: fx.Node, *ops: Any) -> bool:
+    """Whether `node` calls one of `ops`."""
+    return node.op == "call_function" and node.target in ops
+
+
+@torch.library.register_fake("zerofx::unshard", lib=_LIBRARY)
+def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
+    return shard.new_empty(size)
+
+
+@torch.library.register_fake("zerofx::reduce_grad", lib=_LIBRARY)
+def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
+    return grad.new_empty(shard.shape)
+
+
+@torch.library.register_fake("zerofx::unshard_start", lib=_LIBRARY)
+def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
+    return shard.new_empty(size)
+
+
+@torch.library.register_fake("zerofx::unshard_wait", lib=_LIBRARY)
+def _(pending: Tensor, size: list[int]) -> Tensor:
+    return pending.new_empty(size)
+
+
+@torch.library.register_fake("zerofx::free", lib=_LIBRARY)
+def _(full: Tensor, layout: int) -> None:
+    return None
+
+
+@torch.library.register_fake("zerofx::reduce_start", lib=_LIBRARY)
+def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
+    return grad.new_empty(shard.shape)
+
+
+@torch.library.register_fake("zerofx::reduce_wait", lib=_LIBRARY)
+def _(pending: Tensor, shard: Tensor) -> Tensor:
+    return pending.new_empty(shard.shape)
+
+
+@torch.library.register_fake("zerofx::sync_buffers", lib=_LIBRARY)
+def _(buffers: list[Tensor], layout: int) -> None:
+    return None
+
+
+def _unshard_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # Kept as an attribute, not saved: its values do not matter, only which parameter it is.
+    ctx.shard, _, ctx.layout = inputs
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return REDUCE_GRAD(grad, ctx.shard, ctx.layout), None, None
+
+
+def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, ctx.shard, ctx.layout = inputs
+    ctx.size = grad.shape
+
+
+def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    # Each rank differentiates its own loss; the mean is taken once, by the next reduce_grad.
+    return UNSHARD(grad, ctx.size, ctx.layout), None, None
+
+
+torch.library.register_autograd(
+    "zerofx::unshard", _unshard_backward, setup_context=_unshard_setup, lib=_LIBRARY
+)
+torch.library.register_autograd(
+    "zerofx::reduce_grad", _reduce_backward, setup_context=_reduce_setup, lib=_LIBRARY
+)

@@ -1,0 +1,60 @@
+"""`Program`: one traced part of a training step, which passes transform in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import fx
+
+from zerofx.ir.facts import Role, facts
+from zerofx.ir.spec import ParamSpec, Region
+
+
+@dataclasses.dataclass
+class Program:
+    """A graph and what it is about.
+
+    Attributes:
+        region: the part of the step.
+        module: the FX graph, in execution order; edited only through `zerofx.ir.edit`.
+        params: the parameters it touches, by name.
+        stage: ZeRO stage, 0 to 3.
+        num_user_outputs: outputs before those that are saved for backward (forward), or those
+            that are no gradients (joint).
+    """
+
+    region: Region
+    module: fx.GraphModule
+    params: Mapping[str, ParamSpec]
+    stage: int
+    num_user_outputs: int
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node."""
+        return self.graph.output_node()
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What the program returns: nodes and constants."""
+        values = self.output.args[0]
+        return list(values) if isinstance(values, (tuple, list)) else [values]
+
+    def calls(self, *ops: Any) -> list[fx.Node]:
+        """Nodes that call one of `ops`, in execution order."""
+        return [n for n in self.graph.nodes if n.op == "call_function" and n.target in ops]
+
+    def with_role(self, role: Role) -> Iterator[fx.Node]:
+        """Nodes of one role, in execution order."""
+        return (node for node in self.graph.nodes if facts(node).role is role)
+
+    def spec(self, node: fx.Node) -> ParamSpec | None:
+        """The parameter that `node` concerns."""
+        return self.params.get(facts(node).param)

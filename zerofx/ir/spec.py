@@ -1,0 +1,124 @@
+"""Plain frozen data: how parameters lie on the mesh.
+
+Sizes are in elements unless the name ends in `_bytes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import torch
+
+
+class Tier(enum.Enum):
+    """The memory that holds a value at rest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    FILE = "file"
+
+
+class Region(enum.Enum):
+    """The part of a training step that a program covers."""
+
+    JOINT = "joint"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+    OPTIMIZER = "optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a group of parameters lies on the mesh.
+
+    Attributes:
+        handle: the integer under which runtime and markers find groups and options.
+        num_shards: ranks along the shard axis; 1 for replicated parameters.
+        num_replicas: ranks that hold the same shard.
+        resident: a full copy stays on every rank (stages 1 and 2); the shard is a view into it.
+        shard_axis: name of the mesh axis that splits dim 0.
+        replica_axis: name of the mesh axis that repeats the shards.
+    """
+
+    handle: int
+    num_shards: int
+    num_replicas: int
+    resident: bool
+    shard_axis: str = "shard"
+    replica_axis: str = "replicate"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank owns only a part, `Shard(0)`; otherwise `Replicate()`."""
+        return self.num_shards > 1
+
+    @property
+    def name(self) -> str:
+        """What the printer shows: `shard4`, `shard2x2.resident`, `replicate4`."""
+        if not self.sharded:
+            return f"replicate{self.num_replicas}"
+        replicas = f"x{self.num_replicas}" if self.num_replicas > 1 else ""
+        return f"shard{self.num_shards}{replicas}" + (".resident" if self.resident else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, tied names included.
+
+    Attributes:
+        name: the first fully qualified name.
+        index: position in registration order, the same on all ranks.
+        shape: the true, global shape.
+        dtype: of the parameter at rest.
+        trainable: whether it had `requires_grad` when it was sharded.
+        layout: how it lies on the mesh.
+        tied: its other names.
+        tier: the memory that holds the shard at rest.
+    """
+
+    name: str
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
+    layout: Layout
+    tied: tuple[str, ...] = ()
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full value."""
+        return math.prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row, that is of one index of dim 0."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows per rank with padding; the same on every rank."""
+        return -(-self.shape[0] // self.layout.num_shards) if self.shape else 1
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the full value with padding: what a gather receives."""
+        if not self.layout.sharded:
+            return self.numel
+        return self.chunk_rows * self.layout.num_shards * self.row_numel
+
+    def rows(self, shard: int) -> tuple[int, int]:
+        """First and past-the-last row that rank `shard` of the shard axis owns (no padding)."""
+        size = self.shape[0]
+        start = min(shard * self.chunk_rows, size)
+        return start, min(start + self.chunk_rows, size)
+
+    def shard_shape(self, shard: int) -> torch.Size:
+        """Shape of the shard that rank `shard` owns."""
+        if not self.layout.sharded:
+            return self.shape
+        start, stop = self.rows(shard)
+        return torch.Size((stop - start, *self.shape[1:]))

@@ -1,0 +1,232 @@
+"""Print a program: one line per node, the same text on every run, rank and torch version.
+
+Names say what a value is to ZeRO: `shard.w` is what this rank owns of the parameter `w`,
+`unshard.w` a gather under way, `full.w` its result, `reduce.w` a reduction under way and `grad.w`
+its result. Traced values are numbered: `%0`, `%1`. A further value of the same name gets `#1`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.facts import Facts, Role, facts
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec, Region
+
+_PREFIXES = {
+    ops.UNSHARD: "full",
+    ops.UNSHARD_START: "unshard",
+    ops.UNSHARD_WAIT: "full",
+    ops.REDUCE_GRAD: "grad",
+    ops.REDUCE_START: "reduce",
+    ops.REDUCE_WAIT: "grad",
+}
+_INPUT_PREFIXES = {
+    Role.SHARD: "shard",
+    Role.BUFFER: "buffer",
+    Role.SAVED: "saved",
+    Role.FULL: "full",
+    Role.GRAD: "tangent",
+}
+_LAYOUT_ARGUMENT = {
+    ops.UNSHARD: 2,
+    ops.REDUCE_GRAD: 2,
+    ops.UNSHARD_START: 2,
+    ops.REDUCE_START: 2,
+    ops.FREE: 1,
+    ops.SYNC_BUFFERS: 1,
+}
+_DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+_REST = {Region.FORWARD: "save", Region.JOINT: "gradients"}
+
+
+def print_program(program: Program) -> str:
+    """The whole program as text, ending in a newline."""
+    return _Printer(program).text()
+
+
+def node_names(program: Program) -> Mapping[fx.Node, str]:
+    """What the printer calls each node."""
+    return _Printer(program).names
+
+
+def diff(before: str, after: str) -> str:
+    """What changed between two printed programs, as a unified diff; empty if nothing did."""
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=2
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+class _Printer:
+    """Holds the names that one text gives to nodes and symbolic sizes."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.names: dict[fx.Node, str] = {}
+        self._symbols: dict[str, str] = {}
+        self._layouts = {
+            spec.layout.handle: spec.layout.name for spec in program.params.values()
+        }
+        self._name_all(program.graph.nodes)
+
+    def text(self) -> str:
+        """Header, one line per node, outputs."""
+        region, stage = self.program.region.value, self.program.stage
+        lines = [f"{region} program, stage {stage}"]
+        specs = sorted(self.program.params.values(), key=lambda spec: spec.index)
+        lines += [f"  {_param_line(spec)}" for spec in specs]
+        lines += [
+            self._line(node) for node in self.program.graph.nodes if node.op != "output"
+        ]
+        return "\n".join(lines + self._output_lines()) + "\n"
+
+    def _name_all(self, nodes: Iterable[fx.Node]) -> None:
+        numbers: dict[str, int] = {}
+        for node in nodes:
+            stem = _stem(node)
+            number = numbers.get(stem, 0)
+            numbers[stem] = number + 1
+            if stem == "%" or stem in ("input", "saved", "tangent", "constant"):
+                joint = "" if stem == "%" else "."
+                self.names[node] = f"{stem}{joint}{number}"
+            else:
+                self.names[node] = f"{stem}#{number}" if number else stem
+
+    def _line(self, node: fx.Node) -> str:
+        typed = self._value(node.meta.get("val"))
+        name = self.names[node]
+        head = f"{name}: {typed}" if typed and typed != "mesh" else name
+        if node.op in ("placeholder", "get_attr"):
+            body = head
+        else:
+            call = f"{_target(node)}({self._arguments(node)})"
+            body = f"{head} = {call}" if typed else call
+        notes = _notes(facts(node), name)
+        return f"{body}  # {notes}" if notes else body
+
+    def _output_lines(self) -> list[str]:
+        outputs, count = self.program.outputs, self.program.num_user_outputs
+        word = _REST.get(self.program.region)
+        if word is None:
+            return [f"return {self._list(outputs)}"]
+        return [f"return {self._list(outputs[:count])}", f"{word} {self._list(outputs[count:])}"]
+
+    def _arguments(self, node: fx.Node) -> str:
+        layout_at = _LAYOUT_ARGUMENT.get(cast(Any, node.target), -1)
+        parts = [
+            self._layout(node, arg) if place == layout_at else self._argument(arg)
+            for place, arg in enumerate(node.args)
+        ]
+        parts += [f"{key}={self._argument(arg)}" for key, arg in node.kwargs.items()]
+        return ", ".join(parts)
+
+    def _layout(self, node: fx.Node, handle: Any) -> str:
+        return facts(node).layout or self._layouts.get(handle, "world")
+
+    def _argument(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.names[arg]
+        if isinstance(arg, (list, tuple)):
+            return f"[{self._list(cast(list[Any], arg))}]"
+        if isinstance(arg, torch.dtype):
+            return _dtype(arg)
+        if isinstance(arg, torch.SymInt):
+            return self._size(arg)
+        if isinstance(arg, slice):
+            part = cast("slice[Any, Any, Any]", arg)
+            edges = (part.start, part.stop, part.step)
+            return ":".join("" if edge is None else self._argument(edge) for edge in edges)
+        if isinstance(arg, enum.Enum):
+            return arg.name
+        plain = (bool, int, float, complex, str, type(None))
+        if isinstance(arg, plain):
+            return repr(arg)
+        if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
+            return str(arg).removeprefix("torch.")
+        return type(arg).__name__
+
+    def _list(self, args: Iterable[Any]) -> str:
+        return ", ".join(self._argument(arg) for arg in args)
+
+    def _value(self, value: Any) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, Tensor):
+            return f"{_dtype(value.dtype)}[{', '.join(self._size(n) for n in value.shape)}]"
+        if isinstance(value, (list, tuple)):
+            parts = (self._value(each) or "none" for each in cast(list[Any], value))
+            return f"({', '.join(parts)})"
+        if isinstance(value, (bool, int, float, torch.SymInt)):
+            return self._size(value)
+        return "mesh" if "FakeScriptObject" in type(value).__name__ else type(value).__name__
+
+    def _size(self, size: Any) -> str:
+        # torch numbers its symbols by a hash of where they come from, which differs by version.
+        return re.sub(r"\b([a-z])\d+\b", self._symbol, str(size))
+
+    def _symbol(self, match: re.Match[str]) -> str:
+        letter = match.group(1)
+        same = sum(name.startswith(letter) for name in self._symbols.values())
+        return self._symbols.setdefault(match.group(), f"{letter}{same}")
+
+
+def _stem(node: fx.Node) -> str:
+    record = facts(node)
+    suffix = f".{record.param}" if record.param else ""
+    if record.role is Role.MESH:
+        return "mesh"
+    if node.op == "placeholder":
+        return _INPUT_PREFIXES.get(record.role, "input") + suffix
+    if node.op == "get_attr":
+        return "constant"
+    prefix = _PREFIXES.get(cast(Any, node.target))
+    if prefix is not None:
+        return prefix + suffix
+    # Values that a pass added take no number, so that a diff shows the pass and nothing else.
+    return _target(node) + suffix if record.origin else "%"
+
+
+def _target(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    if hasattr(target, "_schema"):
+        return str(target).removesuffix(".default").removeprefix("aten.").removeprefix("zerofx.")
+    name: str = getattr(target, "__name__", type(target).__name__)
+    return name
+
+
+def _notes(record: Facts, name: str) -> str:
+    shown = {
+        "param": "" if record.param and record.param in name else record.param,
+        "layout": record.layout,
+        "wire": f"{record.wire_bytes}B" if record.wire_bytes else "",
+        "module": record.module,
+        "bucket": record.bucket,
+        "by": record.origin,
+    }
+    return " ".join(f"{key}={text}" for key, text in shown.items() if text)
+
+
+def _param_line(spec: ParamSpec) -> str:
+    frozen = "" if spec.trainable else ", frozen"
+    tied = f", tied to {', '.join(spec.tied)}" if spec.tied else ""
+    size = ", ".join(str(extent) for extent in spec.shape)
+    return f"param {spec.name}: {_dtype(spec.dtype)}[{size}] {spec.layout.name}{frozen}{tied}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    match = re.fullmatch(r"([a-z]+)(\d+)(\w*)", name)
+    if match is None or match.group(1) not in _DTYPES:
+        return name
+    return _DTYPES[match.group(1)] + match.group(2) + match.group(3)

@@ -1,0 +1,85 @@
+"""Read-only analyses of a program: order, readers, aliases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir.ops import REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
+
+_aten = torch.ops.aten
+_HIDDEN_VIEWS = (_aten._unsafe_view.default, _aten.lift_fresh.default, _aten.alias.default)
+_IDENTITIES = (_aten.view.default, _aten.alias.default, _aten.detach.default)
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Place of each node in execution order."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose memory the value of `node` may share."""
+    if node.op != "call_function":
+        return []
+    if is_call(node, UNSHARD_WAIT):
+        return node.all_input_nodes
+    if is_call(node, UNSHARD_START, REDUCE_WAIT):
+        return []
+    if _is_getitem(node) or node.target in _HIDDEN_VIEWS or _schema_aliases(node.target):
+        return node.all_input_nodes[:1] if _is_getitem(node) else node.all_input_nodes
+    return [arg for arg in node.all_input_nodes if _same_storage(node, arg)]
+
+
+def alias_closure(node: fx.Node) -> list[fx.Node]:
+    """`node` and every later node that may share its memory, in discovery order."""
+    found, queue = {node: None}, [node]
+    while queue:
+        current = queue.pop()
+        for user in current.users:
+            if user not in found and current in aliased_inputs(user):
+                found[user] = None
+                queue.append(user)
+    return list(found)
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Every node that reads the memory of `node`, through views too; the output node included."""
+    seen: dict[fx.Node, None] = {}
+    for alias in alias_closure(node):
+        seen.update(dict.fromkeys(alias.users))
+    return list(seen)
+
+
+def identity_source(node: fx.Node) -> fx.Node:
+    """The node that `node` repeats unchanged through views of the same shape."""
+    while node.op == "call_function" and node.target in _IDENTITIES:
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not _same_shape(node, source):
+            break
+        node = source
+    return node
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _schema_aliases(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def _same_storage(one: fx.Node, other: fx.Node) -> bool:
+    left, right = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return False
+    if left.layout != torch.strided or right.layout != torch.strided:
+        return False
+    return left.untyped_storage()._cdata == right.untyped_storage()._cdata
+
+
+def _same_shape(one: fx.Node, other: fx.Node) -> bool:
+    left, right = one.meta.get("val"), other.meta.get("val")
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape

@@ -1,0 +1,82 @@
+"""What a pass is, and how a list of passes is run."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
+
+from zerofx.errors import PassError
+from zerofx.ir.edit import Editor
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.ir.verify import verify
+
+Observer = Callable[[Program, str, Any], None]
+"""Called after every pass with the program, the pass's name and its plan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass(abc.ABC):
+    """One transformation. A subclass is a frozen dataclass; its fields are its options.
+
+    `plan` is pure and returns printable data; `apply` edits through the one editing door. A pass
+    never runs the model, touches a device or calls a collective.
+    """
+
+    name: ClassVar[str]
+    regions: ClassVar[frozenset[Region]]
+    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "exact"
+    mandatory: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def plan(self, program: Program) -> Any:
+        """Decide; frozen, printable data."""
+
+    @abc.abstractmethod
+    def apply(self, edit: Editor, plan: Any) -> None:
+        """Carry the plan out."""
+
+
+def run_passes(
+    program: Program,
+    passes: Sequence[Pass],
+    *,
+    check: bool = True,
+    observer: Observer | None = None,
+) -> None:
+    """Run the passes that apply to the program's region, in order.
+
+    Args:
+        program: transformed in place.
+        passes: the list.
+        check: verify the program after every pass, and its final form at the end.
+        observer: called after every pass.
+
+    Raises:
+        VerificationError: a pass broke a rule.
+        PassError: a pass failed; names the passes that already ran.
+    """
+    done: list[str] = []
+    for each in passes:
+        if program.region not in each.regions:
+            continue
+        edit = Editor(program, each.name)
+        try:
+            plan = each.plan(program)
+            each.apply(edit, plan)
+            edit.finish()
+        except (RuntimeError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise PassError(
+                f"pass {each.name} failed on the {program.region.value} program: {error}",
+                f"disable it with options={{'disable': ('{each.name}',)}} and report this",
+                [f"ran before it: {name}" for name in done],
+            ) from error
+        done.append(each.name)
+        if check:
+            verify(program, done)
+        if observer is not None:
+            observer(program, each.name, plan)
+    if check:
+        verify(program, done, final=True)

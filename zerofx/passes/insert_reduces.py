@@ -1,0 +1,82 @@
+"""Turn each gradient's mean over the ranks into start and wait of a reduction."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from zerofx.ir.edit import Editor
+from zerofx.ir.facts import Role, facts
+from zerofx.ir.ops import REDUCE_GRAD, REDUCE_START, REDUCE_WAIT
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec, Region
+from zerofx.passes.base import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducePlan:
+    """Markers and the bytes that each sends, in execution order."""
+
+    reductions: tuple[tuple[fx.Node, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertReduces(Pass):
+    """`reduce_grad` becomes `reduce_start` and `reduce_wait`.
+
+    ZeRO §5.2: with `place="ready"` (stages 2 and 3) a gradient is reduce-scattered as soon as it
+    exists, and its full form dies there; with `place="end"` (stages 0 and 1) all reductions
+    follow the last gradient. Replicated parameters are all-reduced.
+
+    Before:
+        g = mm(t(x), dy); s = reduce_grad(g, shard)
+    After:
+        g = mm(t(x), dy); p = reduce_start(g, shard); s = reduce_wait(p, shard)
+    """
+
+    place: Literal["ready", "end"] = "ready"
+
+    name: ClassVar[str] = "insert_reduces"
+    regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
+    mandatory: ClassVar[bool] = True
+
+    def plan(self, program: Program) -> ReducePlan:
+        """Count the bytes."""
+        return ReducePlan(
+            tuple((node, _wire_bytes(program.spec(node))) for node in program.calls(REDUCE_GRAD))
+        )
+
+    def apply(self, edit: Editor, plan: ReducePlan) -> None:
+        """Insert the nodes."""
+        for node, wire_bytes in plan.reductions:
+            grad, shard, layout = node.args
+            record = dataclasses.replace(facts(node), role=Role.REDUCE, wire_bytes=wire_bytes)
+            anchor = node if self.place == "ready" else edit.program.output
+            start = edit.call_before(anchor, REDUCE_START, (grad, shard, layout), record)
+            grad_record = dataclasses.replace(record, role=Role.GRAD, wire_bytes=0)
+            reduced = edit.call_after(start, REDUCE_WAIT, (start, shard), grad_record)
+            if self.place == "end":
+                _move_readers_after(edit, node, reduced)
+            edit.replace(node, reduced)
+
+
+def _move_readers_after(edit: Editor, marker: fx.Node, reduced: fx.Node) -> None:
+    """Views of the reduced gradient follow it to the end."""
+    anchor, queue = reduced, [marker]
+    while queue:
+        for user in queue.pop(0).users:
+            if user.op != "output":
+                edit.move_after(user, anchor)
+                anchor = user
+                queue.append(user)
+
+
+def _wire_bytes(spec: ParamSpec | None) -> int:
+    if spec is None:
+        return 0
+    shards, replicas = spec.layout.num_shards, spec.layout.num_replicas
+    scatter = spec.numel * (shards - 1) // shards
+    all_reduce = 2 * spec.numel * (replicas - 1) // (replicas * shards)
+    return (scatter + all_reduce) * spec.dtype.itemsize

@@ -1,0 +1,70 @@
+"""The list of passes for each stage: this page is the program."""
+
+from __future__ import annotations
+
+from zerofx.config import ZeroConfig
+from zerofx.errors import ConfigError
+from zerofx.passes.base import Pass
+from zerofx.passes.copy_returned import CopyReturned
+from zerofx.passes.insert_frees import InsertFrees
+from zerofx.passes.insert_reduces import InsertReduces
+from zerofx.passes.insert_unshards import InsertUnshards
+from zerofx.passes.merge_reduces import MergeReduces
+from zerofx.passes.merge_unshards import MergeUnshards
+from zerofx.passes.sync_buffers import SyncBuffers
+
+_STAGES: dict[int, tuple[Pass, ...]] = {
+    0: (
+        MergeUnshards(),  # one read per parameter
+        MergeReduces(),  # tied weights: sum first, send once
+        CopyReturned(),  # weights do not leave a program
+        InsertUnshards(),  # replicated: the shard is the full value
+        InsertReduces(place="end"),  # all-reduce
+    ),
+    1: (
+        MergeUnshards(),
+        MergeReduces(),
+        CopyReturned(),
+        InsertUnshards(),  # resident: gathered in place after an optimizer step
+        InsertReduces(place="end"),  # full gradients live until backward ends
+    ),
+    2: (
+        MergeUnshards(),
+        MergeReduces(),
+        CopyReturned(),
+        InsertUnshards(),
+        InsertReduces(place="ready"),  # each gradient dies as soon as it is reduced
+    ),
+    3: (
+        MergeUnshards(),
+        MergeReduces(),
+        CopyReturned(),
+        InsertUnshards(),  # gathered where it is needed, forward and backward
+        InsertReduces(place="ready"),
+        InsertFrees(),  # and freed after its last reader
+    ),
+}
+
+
+def pipeline(config: ZeroConfig, buffers_layout: int) -> tuple[Pass, ...]:
+    """The passes for `config`, mandatory ones first.
+
+    Args:
+        config: stage, what is disabled and what is added.
+        buffers_layout: handle of the layout that holds replicated values.
+
+    Raises:
+        ConfigError: `disable` names no pass of the list, or `passes` holds something else.
+    """
+    listed = _STAGES[config.stage]
+    if config.broadcast_buffers:
+        listed += (SyncBuffers(layout=buffers_layout),)
+    for extra in config.passes:
+        if not isinstance(extra, Pass):
+            raise ConfigError(f"option passes holds {extra!r}", "pass instances of zerofx.Pass")
+        listed += (extra,)
+    unknown = set(config.disable) - {each.name for each in listed}
+    if unknown:
+        names = ", ".join(each.name for each in listed)
+        raise ConfigError(f"option disable names {sorted(unknown)}", f"stage {config.stage}: {names}")
+    return tuple(each for each in listed if each.name not in config.disable)

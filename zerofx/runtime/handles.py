@@ -1,0 +1,45 @@
+"""The one piece of global state: integer handles to what ops need at run time.
+
+Op schemas carry only tensors and scalars, so a marker names its `Domain` by an integer. The table
+holds domains weakly: a model that is gone takes its handles with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+from zerofx.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from zerofx.runtime.domain import Domain
+
+_domains: weakref.WeakValueDictionary[int, Domain] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def new_handle() -> int:
+    """A handle that no domain of this process had before."""
+    return next(_numbers)
+
+
+def open_handle(handle: int, domain: Domain) -> None:
+    """Make `domain` findable while it lives."""
+    _domains[handle] = domain
+
+
+def domain_of(handle: int) -> Domain:
+    """The domain behind `handle`."""
+    try:
+        return _domains[handle]
+    except KeyError:
+        raise UnsupportedError(
+            "a compiled program outlived the sharded model it belongs to",
+            "compile the model again; if it was pickled or copied, use the copy's own forward",
+        ) from None
+
+
+def live_domains() -> list[Domain]:
+    """All domains that are alive, oldest first."""
+    return [_domains[handle] for handle in sorted(_domains) if handle in _domains]

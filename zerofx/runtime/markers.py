@@ -1,0 +1,37 @@
+"""Eager kernels of the markers: they really communicate.
+
+Compiled programs never call them; code outside of captured graphs stays correct through them, and
+they are the oracle that programs are compared with. Importing this module registers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerofx.runtime.handles import domain_of
+
+_LIBRARY = torch.library.Library("zerofx", "IMPL")
+
+
+def _unshard(shard: Tensor, size: Sequence[int], layout: int) -> Tensor:
+    domain = domain_of(layout)
+    full = domain.unshard_wait(domain.unshard_start(shard, size), size)
+    if domain.layout.resident:
+        return full.detach()
+    # An op may not return its input, and a pool slot goes back.
+    value = full.clone()
+    domain.free(full)
+    return value
+
+
+def _reduce_grad(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
+    domain = domain_of(layout)
+    reduced = domain.reduce_wait(domain.reduce_start(grad, shard), shard)
+    return reduced.clone() if reduced is grad else reduced
+
+
+_LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")
+_LIBRARY.impl("reduce_grad", _reduce_grad, "CompositeExplicitAutograd")

@@ -1,0 +1,227 @@
+"""`ParamState`: one sharded parameter's memory on this rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from zerofx.ir.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from zerofx.runtime.domain import Domain
+    from zerofx.runtime.session import Session
+
+
+class ParamState:
+    """Where a parameter's bytes are, and whether the resident copy is current.
+
+    Attributes:
+        spec: name, global shape and layout.
+        domain: groups and options it shares with others of its layout.
+        param: the `nn.Parameter` that holds the `DTensor`.
+        buffer: 1-D; the padded chunk, or the padded full value for a resident layout. The local
+            shard is a view into it. `None` for replicated parameters.
+        dirty: the shard changed since the resident copy was gathered.
+        pending_grad: full local gradient summed while gradients are not synchronised.
+    """
+
+    def __init__(
+        self, spec: ParamSpec, domain: Domain, param: torch.nn.Parameter, buffer: Tensor | None
+    ) -> None:
+        self.spec = spec
+        self.domain = domain
+        self.param = param
+        self.buffer = buffer
+        self.dirty = False
+        self.pending_grad: Tensor | None = None
+        self._seen = self._versions()
+        self._grad_mark: tuple[int, int] | None = None
+        domain.register(self)
+        domain.session.states.append(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        grad = None if self.param.grad is None else local_tensor(self.param.grad).clone()
+        return rebuild_state, (
+            self.domain.session,
+            self.spec.name,
+            self.spec.tied,
+            self.spec.shape,
+            self.param.requires_grad,
+            self.shard.detach().clone(),
+            grad,
+            dict(self.param.__dict__),
+        )
+
+    @property
+    def shard(self) -> Tensor:
+        """The local shard, without padding."""
+        return local_tensor(self.param)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of the padded chunk."""
+        return self.spec.chunk_rows * self.spec.row_numel
+
+    def chunk(self, shard: Tensor) -> Tensor:
+        """The padded chunk of `shard`, 1-D; a copy only if `shard` left its buffer."""
+        own = self._own_slot()
+        if own is not None:
+            inside = shard.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            if not inside:
+                own[: shard.numel()].copy_(shard.reshape(-1))
+            return own
+        return padded_chunk(shard, self.chunk_numel)
+
+    def rehouse(self) -> None:
+        """Follow the parameter to another dtype or device (`.to()`)."""
+        shard, buffer = self.shard, self.buffer
+        if buffer is not None and (buffer.dtype, buffer.device) != (shard.dtype, shard.device):
+            self.buffer = buffer.to(dtype=shard.dtype, device=shard.device)
+            self.dirty = True
+        self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
+
+    def is_stale(self) -> bool:
+        """Whether the resident full copy may differ from the shards."""
+        return self.dirty or self._versions() != self._seen
+
+    def mark_current(self) -> None:
+        """The resident copy was just gathered."""
+        if self.buffer is not None:
+            # Readers of the resident copy that autograd saved are out of date from here on.
+            torch.autograd.graph.increment_version(self.buffer)
+        self.dirty = False
+        self._seen = self._versions()
+
+    def add_pending(self, grad: Tensor) -> None:
+        """Sum a full local gradient that is not exchanged yet."""
+        if self.pending_grad is None:
+            self.pending_grad = grad.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            self.pending_grad += grad
+
+    def take_pending(self) -> Tensor | None:
+        """The local sum so far, which the caller now owns."""
+        pending, self.pending_grad = self.pending_grad, None
+        return pending
+
+    def mark_grad(self) -> None:
+        """Remember `.grad` as the backward that just ended left it."""
+        self._grad_mark = _mark(self.param.grad)
+
+    def drop_cleared(self) -> None:
+        """Forget the local sum if the user cleared the gradient since the last backward.
+
+        While gradients are held back `.grad` holds zeros, so that only `zero_grad` touches it.
+        """
+        if self.pending_grad is not None and self._grad_mark != _mark(self.param.grad):
+            self.pending_grad = None
+
+    def _own_slot(self) -> Tensor | None:
+        if self.buffer is None:
+            return None
+        start = self.domain.shard_rank * self.chunk_numel if self.spec.layout.resident else 0
+        return self.buffer.narrow(0, start, self.chunk_numel)
+
+    def _versions(self) -> tuple[int, int, int]:
+        # The two counters differ: an in-place op on the DTensor bumps one, on the local the other.
+        return self.param._version, self.shard._version, self.shard.data_ptr()
+
+
+def make_state(
+    domain: Domain,
+    name: str,
+    tied: tuple[str, ...],
+    full_shape: torch.Size,
+    requires_grad: bool,
+    fill: Callable[[Tensor, Tensor | None], None],
+    like: Tensor,
+) -> ParamState:
+    """Allocate a parameter's buffer, fill it, and wrap the shard in an `nn.Parameter`.
+
+    Args:
+        domain: where it belongs.
+        name: fully qualified name.
+        tied: other names.
+        full_shape: global shape.
+        requires_grad: of the parameter.
+        fill: writes the values into the shard and, if resident, the unpadded full value (1-D).
+        like: dtype and device.
+    """
+    number = len(domain.session.states)
+    spec = ParamSpec(name, number, full_shape, like.dtype, requires_grad, domain.layout, tied)
+    buffer, shard = _allocate(spec, domain.shard_rank, like)
+    resident = buffer is not None and spec.layout.resident
+    fill(shard, buffer[: spec.numel] if resident and buffer is not None else None)
+    param = nn.Parameter(as_dtensor(shard, full_shape, domain), requires_grad=requires_grad)
+    return ParamState(spec, domain, param, buffer)
+
+
+def rebuild_state(
+    session: Session,
+    name: str,
+    tied: tuple[str, ...],
+    full_shape: torch.Size,
+    requires_grad: bool,
+    values: Tensor,
+    grad: Tensor | None,
+    attributes: dict[str, Any],
+) -> ParamState:
+    """The state of a copied or unpickled parameter."""
+
+    def fill(shard: Tensor, _: Tensor | None) -> None:
+        shard.copy_(values)
+
+    domain = session.domain_for(full_shape)
+    state = make_state(domain, name, tied, full_shape, requires_grad, fill, values)
+    state.dirty = True
+    state.param.__dict__.update(attributes)
+    if grad is not None:
+        state.param.grad = as_dtensor(grad, full_shape, domain)
+    return state
+
+
+def as_dtensor(local: Tensor, shape: torch.Size, domain: Domain) -> DTensor:
+    """A `DTensor` of global `shape` that lies as `domain`'s parameters do."""
+    mesh = domain.session.mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if domain.layout.sharded:
+        placements[-1] = Shard(0)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _allocate(spec: ParamSpec, rank: int, like: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Buffer, and the shard as a view of it; replicated parameters have no buffer."""
+    if not spec.layout.sharded:
+        return None, torch.empty(spec.shape, dtype=like.dtype, device=like.device)
+    chunk = spec.chunk_rows * spec.row_numel
+    buffer = like.new_zeros(spec.padded_numel if spec.layout.resident else chunk)
+    shape = spec.shard_shape(rank)
+    start = rank * chunk if spec.layout.resident else 0
+    return buffer, buffer.narrow(0, start, shape.numel()).view(shape)
+
+
+def local_tensor(param: Tensor) -> Tensor:
+    """The local shard of a parameter that holds a `DTensor`; no communication, no autograd."""
+    return cast(DTensor, param)._local_tensor
+
+
+def padded_chunk(shard: Tensor, numel: int) -> Tensor:
+    """`shard` flattened, followed by padding up to `numel` elements."""
+    flat = shard.detach().reshape(-1)
+    if flat.numel() == numel:
+        return flat
+    out = flat.new_zeros(numel)
+    out[: flat.numel()] = flat
+    return out
+
+
+def _mark(grad: Any) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), local_tensor(grad)._version)

@@ -1,0 +1,253 @@
+"""`Session`: what one sharded model owns at run time."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zerofx.config import ZeroConfig
+from zerofx.errors import UnreducedGradientError, UnsupportedError
+from zerofx.ir.spec import Layout
+from zerofx.runtime import collectives
+from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.collectives import Comm, Pending, make_comm
+from zerofx.runtime.domain import Domain
+from zerofx.runtime.handles import new_handle
+from zerofx.runtime.journal import Journal
+from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.torch_private import backward_id, call_after_backward, default_store
+
+_numbers = itertools.count()
+
+
+class Session:
+    """Composes configuration, groups, parameters and memory of one sharded model.
+
+    Attributes:
+        config: the user's choices.
+        mesh: 1-D `(shard,)` or 2-D `(replicate, shard)`.
+        device: of the parameters.
+        states: the parameters, in registration order.
+        sharded: domain of parameters split over the shard axis.
+        replicated: domain of parameters that every rank holds whole.
+        pool: memory for gathered values.
+        journal: the collectives issued so far.
+    """
+
+    def __init__(self, config: ZeroConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.mesh = _mesh(config, device)
+        self.states: list[ParamState] = []
+        self._root: weakref.ref[nn.Module] | None = None
+        self.pool = BufferPool()
+        self.journal = Journal(
+            f"zerofx/{next(_numbers)}", default_store(), dist.get_rank(), dist.get_world_size()
+        )
+        self._world = _world_comm(self.mesh, device)
+        self.sharded, self.replicated = self._domains()
+        self._no_sync_depth = 0
+        self._backward = -1
+        self._num_backwards = 0
+        self._changed_buffers: dict[int, Tensor] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or unpickled model is its own model: own handles and memory.
+        return Session, (self.config, self.device)
+
+    @property
+    def world(self) -> Comm:
+        """All ranks of the mesh."""
+        return self._world
+
+    def root(self) -> nn.Module | None:
+        """The model that was sharded, while it lives."""
+        return self._root() if self._root is not None else None
+
+    def set_root(self, model: nn.Module) -> None:
+        """Remember the model that was sharded."""
+        self._root = weakref.ref(model)
+
+    def domain_for(self, shape: Sequence[int]) -> Domain:
+        """Where a parameter of this global shape belongs: split, or whole on every rank."""
+        small = not shape or math.prod(shape) < max(1, self.config.min_shard_numel)
+        return self.replicated if small or not self.sharded.layout.sharded else self.sharded
+
+    def state_of(self, param: Tensor) -> ParamState | None:
+        """The state of a parameter of this model."""
+        return next((state for state in self.states if state.param is param), None)
+
+    def wait(self, pending: Pending) -> Tensor:
+        """Wait for a collective and finish it.
+
+        Raises:
+            DivergedError: the ranks issued different collectives.
+        """
+        for work in pending.works:
+            self._wait_for(work)
+        value = pending.finish() if pending.finish else pending.value
+        pending.works, pending.keep, pending.finish = (), (), None
+        pending.value = value
+        return value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients back; see `zerofx.no_sync`."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def holds_gradients_back(self) -> bool:
+        """Whether the backward under way adds to local sums instead of exchanging gradients."""
+        if self.config.stage > 1:
+            return False
+        return self._no_sync_depth > 0 or self._num_backwards % self.config.accumulate != 0
+
+    def enter_backward(self) -> None:
+        """Called by every reduction; the first one of a backward pass opens it."""
+        current = backward_id()
+        if current == self._backward:
+            return
+        self._backward = current
+        self._num_backwards += 1
+        for state in self.states:
+            state.drop_cleared()
+        call_after_backward(self._leave_backward)
+
+    def optimizer_stepped(self, params: Iterable[Tensor]) -> None:
+        """An optimizer updated `params`: resident copies of them are out of date."""
+        stepped = {id(param) for param in params}
+        for state in self.states:
+            if id(state.param) in stepped:
+                state.dirty = True
+
+    def refuse_pending(self, params: Iterable[Tensor]) -> None:
+        """Raise if an optimizer is about to step over gradients that were held back."""
+        stepped = {id(param) for param in params}
+        held = [
+            state.spec.name
+            for state in self.states
+            if state.pending_grad is not None and id(state.param) in stepped
+        ]
+        if held:
+            raise UnreducedGradientError(
+                "an optimizer steps while gradients are held back by no_sync or accumulate",
+                "run the last backward of the accumulation outside no_sync, and step once per "
+                "`accumulate` backwards",
+                held,
+            )
+
+    def buffers_changed(self, buffers: Sequence[Tensor]) -> None:
+        """A program updated these buffers with this rank's own data."""
+        self._changed_buffers.update((id(buffer), buffer) for buffer in buffers)
+
+    def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Give `buffers` rank 0's values, if a program changed them since the last time."""
+        stale = [buffer for buffer in buffers if id(buffer) in self._changed_buffers]
+        if not stale or self.world.size == 1:
+            return
+        for buffer in stale:
+            del self._changed_buffers[id(buffer)]
+        self.journal.record("broadcast", f"{len(stale)} buffers")
+        with torch.no_grad():
+            collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
+
+    def _leave_backward(self) -> None:
+        self._backward = -1
+        if not self.holds_gradients_back():
+            self._flush_pending()
+            if self.sharded.shard_comm and self.sharded.shard_comm.algorithms.untagged:
+                self.journal.check_step()
+        for state in self.states:
+            if state.pending_grad is not None:
+                state.mark_grad()
+
+    def _flush_pending(self) -> None:
+        """Exchange sums of parameters that the last backward of an accumulation did not use."""
+        for state in self.states:
+            held = state.take_pending()
+            if held is not None and state.param.grad is not None:
+                pending = state.domain.start_mean(held, state.shard, state.spec.name)
+                local_tensor(state.param.grad).add_(state.domain.reduce_wait(pending, state.shard))
+
+    def _wait_for(self, work: Any) -> None:
+        if self.device.type != "cpu":
+            work.wait()
+            return
+        patience = datetime.timedelta(seconds=self.config.hang_timeout)
+        while True:
+            try:
+                work.wait(patience)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or "imed out" not in str(error):
+                    raise
+                self.journal.explain_hang()
+
+    def _domains(self) -> tuple[Domain, Domain]:
+        shard, replica = _axis_comms(self.mesh, self.device)
+        stage, num_ranks = self.config.stage, self.world.size
+        num_shards = shard.size if stage > 0 else 1
+        sharded = Layout(new_handle(), num_shards, num_ranks // num_shards, stage in (1, 2))
+        whole = Layout(new_handle(), 1, num_ranks, False)
+        everyone = self.world if num_ranks > 1 else None
+        return (
+            Domain(sharded, self, shard if num_shards > 1 else None, replica),
+            Domain(whole, self, None, everyone),
+        )
+
+
+def _mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedError(
+            "there is no default process group",
+            "call torch.distributed.init_process_group() before the first forward "
+            "(under torchrun it needs no arguments)",
+        )
+    if dist.get_backend() == "mpi":
+        raise UnsupportedError("the MPI backend is not supported", 'use "nccl" or "gloo"')
+    if config.mesh is not None:
+        return config.mesh
+    num_ranks = dist.get_world_size()
+    if num_ranks % config.replicate:
+        raise UnsupportedError(
+            f"{num_ranks} ranks cannot form replicate={config.replicate} equal groups",
+            "choose a divisor of the world size",
+        )
+    if config.replicate == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    shape = (config.replicate, num_ranks // config.replicate)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _world_comm(mesh: DeviceMesh, device: torch.device) -> Comm:
+    if mesh.ndim == 1:
+        return make_comm(mesh.get_group(), device)
+    if mesh.size() != dist.get_world_size():
+        raise UnsupportedError(
+            f"a 2-D mesh of {mesh.size()} ranks inside a world of {dist.get_world_size()}",
+            "use a mesh over all ranks",
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return make_comm(group, device)
+
+
+def _axis_comms(mesh: DeviceMesh, device: torch.device) -> tuple[Comm, Comm | None]:
+    if mesh.ndim == 1:
+        return make_comm(mesh.get_group(), device), None
+    return make_comm(mesh.get_group(1), device), make_comm(mesh.get_group(0), device)
+
+

@@ -1,0 +1,145 @@
+"""What held the old parameters when a model was sharded: optimizers, lists, hooks, variables.
+
+Optimizers, and lists and dicts of parameters, are edited in place. Every other old handle becomes
+a `StaleParameter`: using it raises and names the parameter, so that nothing is lost in silence.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from zerofx.errors import StaleHandleError, UnsupportedError
+from zerofx.runtime.params import ParamState
+
+Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
+"""Old parameter and its new state, by the old one's `id`."""
+
+Slice = Callable[[Tensor, ParamState], Tensor]
+"""Cuts this rank's part out of a full value that lies as the parameter does."""
+
+
+class StaleParameter(nn.Parameter):
+    """A parameter object from before its model was sharded; any use of it raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse whatever is done with the handle.
+
+        Raises:
+            StaleHandleError: always.
+        """
+        names = [
+            arg.__dict__.get("_zerofx_name", "?") for arg in args if isinstance(arg, StaleParameter)
+        ]
+        raise StaleHandleError(
+            "a parameter object from before zerofx sharded the model is used after it",
+            "take it again from model.parameters(), or shard before: "
+            "zerofx.shard(model, ZeroConfig(stage=…))",
+            names,
+        )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"StaleParameter({self.__dict__.get('_zerofx_name', '?')!r})"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def optimizers_of(params: list[nn.Parameter]) -> list[Optimizer]:
+    """Live optimizers that hold any of `params`.
+
+    Raises:
+        UnsupportedError: one of them cannot work on sharded parameters.
+    """
+    wanted = {id(param) for param in params}
+    found = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), Optimizer) and _holds(thing, wanted)
+    ]
+    refuse_optimizers(found)
+    return found
+
+
+def refuse_optimizers(optimizers: list[Optimizer]) -> None:
+    """Refuse kinds of optimizers that need whole parameters.
+
+    Raises:
+        UnsupportedError: names the class.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, (LBFGS, Adafactor)):
+            raise UnsupportedError(
+                f"optimizer {type(optimizer).__name__} does not work on sharded parameters",
+                "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
+                "element by element",
+            )
+
+
+def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
+    """Point `optimizer` at the sharded parameters; its state is sharded along."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [_new(param, replaced) for param in group["params"]]
+    for old in [param for param in optimizer.state if id(param) in replaced]:
+        _, state = replaced[id(old)]
+        entries = optimizer.state.pop(old)
+        optimizer.state[state.param] = {
+            key: cut(value, state) if _lies_like(value, state) else value
+            for key, value in entries.items()
+        }
+
+
+def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Carry Python attributes and hooks over; handles of the hooks stay good."""
+    new.__dict__.update(old.__dict__)
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+        old._backward_hooks = None
+    hooks = getattr(old, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        new._post_accumulate_grad_hooks = hooks
+        old._post_accumulate_grad_hooks = None
+
+
+def move_lists(replaced: Replaced) -> None:
+    """Edit lists and dicts of tensors that hold old parameters."""
+    olds = [old for old, _ in replaced.values()]
+    for holder in gc.get_referrers(*olds):
+        if holder is olds:
+            continue
+        if type(holder) is list and all(isinstance(item, Tensor) for item in holder):
+            holder[:] = [_new(item, replaced) for item in holder]
+        elif type(holder) is dict and all(isinstance(item, Tensor) for item in holder.values()):
+            for key, item in list(holder.items()):
+                holder[key] = _new(item, replaced)
+
+
+def make_stale(old: nn.Parameter, name: str) -> None:
+    """Free the full value and make any further use of `old` an error."""
+    old.grad = None
+    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    old.__dict__.clear()
+    old.__dict__["_zerofx_name"] = name
+    old.__class__ = StaleParameter
+
+
+def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
+    groups = optimizer.__dict__.get("param_groups", ())
+    return any(id(param) in wanted for group in groups for param in group["params"])
+
+
+def _new(item: Any, replaced: Replaced) -> Any:
+    entry = replaced.get(id(item))
+    return item if entry is None else entry[1].param
+
+
+def _lies_like(value: Any, state: ParamState) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == state.spec.shape

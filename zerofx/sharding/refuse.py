@@ -1,0 +1,85 @@
+"""What cannot be sharded, found before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from zerofx.errors import UnsupportedError
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def refuse_wrappers(modules: Iterable[nn.Module]) -> None:
+    """Refuse models that another library already distributes.
+
+    Raises:
+        UnsupportedError: names the wrapper.
+    """
+    for module in modules:
+        if isinstance(module, _WRAPPERS):
+            name = type(module).__name__
+            raise UnsupportedError(
+                f"the model is wrapped in {name}, which distributes it already",
+                'pass the plain model to torch.compile(model, backend="zero3"); '
+                "zerofx takes the wrapper's place",
+            )
+
+
+def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters of kinds that cannot be sharded; all offenders are listed.
+
+    Raises:
+        UnsupportedError: names the parameters.
+    """
+    listed = list(named)
+    rules: list[tuple[Callable[[nn.Parameter], bool], str, str]] = [
+        (_is_lazy, "are not initialised", "run one forward of the lazy modules before compiling"),
+        (_is_dtensor, "are DTensors already", "pass the plain model; zerofx shards it itself"),
+        (_is_meta, "are on the meta device", "give them values first: model.to_empty(device=…)"),
+        (_is_sparse, "are sparse", "convert them with .to_dense()"),
+        (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
+    ]
+    for applies, problem, remedy in rules:
+        offenders = [
+            f"{name} ({_kind(param)})" for name, param in listed if applies(param)
+        ]
+        if offenders:
+            raise UnsupportedError(f"parameters {problem}", remedy, offenders)
+    devices = {str(param.device) for _, param in listed}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"parameters are on several devices: {', '.join(sorted(devices))}",
+            "move the model to one device with model.to(device)",
+            [f"{name} ({param.device})" for name, param in listed],
+        )
+
+
+def _kind(param: nn.Parameter) -> str:
+    return "uninitialised" if _is_lazy(param) else f"{param.dtype}, {param.layout}"
+
+
+def _is_lazy(param: nn.Parameter) -> bool:
+    return nn.parameter.is_lazy(param)
+
+
+def _is_dtensor(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor)
+
+
+def _is_meta(param: nn.Parameter) -> bool:
+    return param.is_meta
+
+
+def _is_sparse(param: nn.Parameter) -> bool:
+    return param.layout != torch.strided
+
+
+def _is_other_dtype(param: nn.Parameter) -> bool:
+    return param.dtype not in _FLOATS

@@ -1,0 +1,258 @@
+"""Lockstep: run a program for all ranks in one process; the referee of what passes mean.
+
+Every node has one value per rank. Compute runs rank by rank; zerofx nodes, markers included, are
+done here in plain arithmetic across the ranks. Nothing is shared with `zerofx.runtime`, so the two
+can disagree.
+
+Ranks of a two-axis mesh are numbered replica by replica: `rank = replica * num_shards + shard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.errors import ZeroFxError
+from zerofx.ir import ops
+from zerofx.ir.facts import facts
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+
+
+class LockstepError(ZeroFxError):
+    """A program did what no real rank could do, or what only works by luck."""
+
+
+def shards_of(full: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """What each rank owns of the full value of a parameter, as copies, in rank order."""
+    layout = spec.layout
+    if not layout.sharded:
+        return [full.clone() for _ in range(layout.num_replicas)]
+    pieces = [full[slice(*spec.rows(shard))] for shard in range(layout.num_shards)]
+    return [piece.clone() for _ in range(layout.num_replicas) for piece in pieces]
+
+
+def run_lockstep(
+    program: Program, inputs: Sequence[Sequence[Any]], world: int | None = None
+) -> list[list[Any]]:
+    """Run `program` on all ranks.
+
+    Args:
+        program: in any form, from freshly traced to final. It was traced on rank 0.
+        inputs: of each rank. Buffers that the program synchronises are written.
+        world: number of ranks, to be checked against `inputs`.
+
+    Returns:
+        The outputs of each rank.
+
+    Raises:
+        LockstepError: a collective is read before its wait, waited for twice or never; a value is
+            read after its free, freed twice, or not one that may be freed; the inputs of a
+            collective changed under way.
+    """
+    if world is not None and world != len(inputs):
+        raise LockstepError(f"inputs of {len(inputs)} ranks for a world of {world}")
+    return _Ranks(program, len(inputs)).run(inputs)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A collective under way: what each rank will get, and what was read to make it."""
+
+    values: list[Tensor]
+    sources: list[Tensor]
+    versions: list[int]
+    waited: bool = False
+
+
+class _Ranks:
+    """One run: the environment of all ranks."""
+
+    def __init__(self, program: Program, world: int) -> None:
+        self.program = program
+        self.world = world
+        self.values: dict[fx.Node, list[Any]] = {}
+        self.pending: dict[fx.Node, _Pending] = {}
+        # Kept alive, so that no later value can get the address of a freed one.
+        self.freed: dict[int, Tensor] = {}
+        self.gathered: set[int] = set()
+        self._handlers: dict[Any, Callable[[fx.Node], list[Any]]] = {
+            ops.UNSHARD: self._unshard,
+            ops.UNSHARD_START: self._unshard_start,
+            ops.UNSHARD_WAIT: self._wait,
+            ops.FREE: self._free,
+            ops.REDUCE_GRAD: self._reduce_grad,
+            ops.REDUCE_START: self._reduce_start,
+            ops.REDUCE_WAIT: self._wait,
+            ops.SYNC_BUFFERS: self._sync_buffers,
+        }
+
+    @torch.no_grad()
+    def run(self, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        feeds = [iter(values) for values in inputs]
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = [next(feed) for feed in feeds]
+            elif node.op == "output":
+                break
+            elif node.op == "get_attr":
+                self.values[node] = [operator.attrgetter(node.target)(self.program.module)] * (
+                    self.world
+                )
+            else:
+                self.values[node] = self._handlers.get(node.target, self._compute)(node)
+        for node, pending in self.pending.items():
+            if not pending.waited:
+                raise self._error(node, "is never waited for", "insert its wait")
+        outputs = self.program.output
+        return [list(self._fill(outputs, self.program.outputs, r)) for r in range(self.world)]
+
+    def _compute(self, node: fx.Node) -> list[Any]:
+        return [self._compute_on(node, rank) for rank in range(self.world)]
+
+    def _compute_on(self, node: fx.Node, rank: int) -> Any:
+        args, kwargs = self._fill(node, (node.args, node.kwargs), rank)
+        if node.op == "call_module":
+            return self.program.module.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.target in _VIEWS and _keeps_shape(node):
+            # Rank 0's shape is in the graph; other ranks' shards may have fewer rows.
+            return args[0].view(args[0].shape)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def _unshard(self, node: fx.Node) -> list[Tensor]:
+        spec = self._spec(node)
+        shards = self._read(node, node.args[0])
+        return [full.clone() for full in self._gather(node, spec, shards)]
+
+    def _unshard_start(self, node: fx.Node) -> list[Any]:
+        shards = self._read(node, node.args[0])
+        return self._start(node, self._gather(node, self._spec(node), shards), shards)
+
+    def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
+        return self._mean(node, self._spec(node), self._read(node, node.args[0]))
+
+    def _reduce_start(self, node: fx.Node) -> list[Any]:
+        grads = self._read(node, node.args[0])
+        return self._start(node, self._mean(node, self._spec(node), grads), grads)
+
+    def _start(self, node: fx.Node, values: list[Tensor], sources: list[Tensor]) -> list[Any]:
+        pending = _Pending(values, sources, [source._version for source in sources])
+        self.pending[node] = pending
+        return [pending] * self.world
+
+    def _wait(self, node: fx.Node) -> list[Tensor]:
+        start = node.args[0]
+        pending = self.pending.get(start) if isinstance(start, fx.Node) else None
+        if pending is None:
+            raise self._error(node, "waits for something that was not started", "insert the start")
+        if pending.waited:
+            raise self._error(node, "waits a second time", "wait once")
+        if [source._version for source in pending.sources] != pending.versions:
+            raise self._error(node, "waits for what changed under way", "write after the wait")
+        pending.waited = True
+        if ops.is_call(node, ops.UNSHARD_WAIT) and self._may_free(self._spec(node)):
+            self.gathered.update(_address(value) for value in pending.values)
+        return pending.values
+
+    def _free(self, node: fx.Node) -> list[None]:
+        for value in self._read(node, node.args[0]):
+            address = _address(value)
+            if address not in self.gathered:
+                raise self._error(node, "frees what is not a gathered value", "drop the free")
+            self.gathered.discard(address)
+            _poison(value)
+            self.freed[address] = value
+        return [None] * self.world
+
+    def _sync_buffers(self, node: fx.Node) -> list[None]:
+        buffers = node.args[0]
+        assert isinstance(buffers, (list, tuple))
+        for buffer in buffers:
+            first, *others = self._read(node, buffer)
+            for other in others:
+                other.copy_(first)
+        return [None] * self.world
+
+    def _gather(self, node: fx.Node, spec: ParamSpec, shards: list[Tensor]) -> list[Tensor]:
+        num = spec.layout.num_shards
+        if not spec.layout.sharded:
+            return shards
+        for rank, shard in enumerate(shards):
+            if shard.shape != spec.shard_shape(rank % num):
+                wanted = tuple(spec.shard_shape(rank % num))
+                raise self._error(
+                    node, f"gathers {tuple(shard.shape)} from rank {rank}, not {wanted}", ""
+                )
+        starts = range(0, self.world, num)
+        fulls = [torch.cat(shards[start : start + num]) for start in starts]
+        return [fulls[rank // num].clone() for rank in range(self.world)]
+
+    def _mean(self, node: fx.Node, spec: ParamSpec, grads: list[Tensor]) -> list[Tensor]:
+        for grad in grads:
+            if grad.shape != spec.shape:
+                raise self._error(node, f"reduces a gradient of shape {tuple(grad.shape)}", "")
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        total = torch.stack([grad.to(wide) for grad in grads]).sum(0)
+        return shards_of((total / self.world).to(grads[0].dtype), spec)
+
+    def _spec(self, node: fx.Node) -> ParamSpec:
+        spec = self.program.spec(node)
+        if spec is None:
+            raise self._error(node, "concerns no parameter of the program", "write its facts")
+        layout = spec.layout
+        if layout.num_shards * layout.num_replicas != self.world:
+            raise self._error(node, f"has layout {layout.name}, not of {self.world} ranks", "")
+        return spec
+
+    def _may_free(self, spec: ParamSpec) -> bool:
+        return spec.layout.sharded and not spec.layout.resident
+
+    def _read(self, reader: fx.Node, node: Any) -> list[Tensor]:
+        return [self._fill(reader, node, rank) for rank in range(self.world)]
+
+    def _fill(self, reader: fx.Node, args: Any, rank: int) -> Any:
+        """`args` of `reader` with the values of one rank, each checked to be readable."""
+
+        def value_of(node: fx.Node) -> Any:
+            value = self.values[node][rank]
+            if isinstance(value, _Pending):
+                raise self._error(reader, f"reads {node.name} before its wait", "read the wait")
+            if isinstance(value, Tensor) and _address(value) in self.freed:
+                raise self._error(reader, f"reads {node.name} after its free", "free later")
+            return value
+
+        return fx.node.map_arg(args, value_of)
+
+    def _error(self, node: fx.Node, problem: str, remedy: str) -> LockstepError:
+        param = facts(node).param
+        named = f" of parameter {param}" if param else ""
+        return LockstepError(f"node {node.name}{named} {problem}", remedy)
+
+
+def _keeps_shape(node: fx.Node) -> bool:
+    source = node.args[0]
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    after = node.meta.get("val")
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
+
+
+def _address(value: Tensor) -> int:
+    """What identifies the memory of `value`; 0 for memory of no bytes."""
+    return value.untyped_storage().data_ptr()
+
+
+def _poison(value: Tensor) -> None:
+    """Fill the memory of `value`, and so of all its views, with what no program computes."""
+    whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    whole.fill_(torch.nan if value.is_floating_point() or value.is_complex() else 85)

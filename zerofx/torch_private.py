@@ -1,0 +1,172 @@
+"""The only file with torch privates. Imports nothing of zerofx.
+
+Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def all_gather_flat(out: Tensor, chunk: Tensor, group: dist.ProcessGroup) -> Any:
+    """Asynchronous native all-gather of equal chunks (renamed in torch 2.13)."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, chunk, group=group, async_op=True)
+
+
+def reduce_scatter_flat(out: Tensor, full: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+    """Asynchronous native reduce-scatter of equal chunks (renamed in torch 2.13)."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, full, op=op, group=group, async_op=True)
+
+
+def default_store() -> dist.Store:
+    """The store behind the default process group; torch has no public accessor."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def backward_id() -> int:
+    """A number for the backward pass under way on this thread; -1 outside one."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the backward pass under way ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore
+
+
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode that made the first fake tensor among `values`."""
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def must_recompute_tag() -> Any:
+    """The partitioner's tag for nodes that backward computes again."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
+    """Which input of the Dynamo graph an AOTAutograd placeholder is.
+
+    Returns:
+        Position, and the attribute of a tensor subclass (`_local_tensor`, …) if it is a part of
+        one. `(None, "")` for tangents and the like.
+    """
+    description, attribute = node.meta.get("desc"), ""
+    if isinstance(description, SubclassGetAttrAOTInput):
+        attribute = description.attr
+        description = description.base
+    if isinstance(description, PlainAOTInput):
+        return description.idx, attribute
+    return None, ""
+
+
+def unwrap_compiled(module: nn.Module) -> nn.Module:
+    """The user's module behind the wrapper that `torch.compile` returns."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+class _RestartAfterSharding(TensorifyScalarRestartAnalysis):
+    """Dynamo starts a frame's analysis again; its base class is what backends may raise."""
+
+
+def restart_dynamo() -> NoReturn:
+    """Let Dynamo trace the current frame again, without what it learned from the first time."""
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise _RestartAfterSharding("parameters were sharded")
+
+
+def lookup_seed_op() -> Any:
+    """Inductor's op that takes one random seed out of many."""
+    return torch.ops.prims.inductor_lookup_seed.default
+
+
+def symbols_of(value: Any) -> list[str]:
+    """Names of the shape symbols in a fake tensor's metadata, sorted."""
+    if isinstance(value, torch.SymInt):
+        return sorted(str(symbol) for symbol in free_symbols(value))
+    if isinstance(value, Tensor):
+        return sorted(str(symbol) for symbol in free_symbols(value))
+    if isinstance(value, (tuple, list)):
+        return sorted({symbol for item in value for symbol in symbols_of(item)})
+    return []
+
+
+def trace_and_compile(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    inductor: bool,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Trace forward and backward of a Dynamo graph and compile them through the callbacks."""
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table() if inductor else None,
+        keep_inference_input_mutations=True,
+    )(module, example_inputs)
+
+
+def min_cut(
+    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's own cut into forward and backward."""
+    return min_cut_rematerialization_partition(
+        joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+    )
+
+
+def inductor_joint_passes(module: fx.GraphModule, inputs: Any) -> None:
+    """What Inductor does to a graph before it is cut; random ops get seeds here."""
+    mode = detect_fake_mode([n.meta.get("val") for n in module.graph.nodes])
+    with V.set_fake_mode(mode):
+        _recursive_joint_graph_passes(module)
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, values: list[Any], is_backward: bool, patches: dict[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """Compile one segment; the result takes a list, which it empties."""
+    mode = detect_fake_mode(values)
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), inductor_config.patch(patches):
+        return compile_fx_inner(module, values, is_backward=is_backward)
+
+
+def inductor_options_of_mode(mode: str | None) -> dict[str, Any]:
+    """Inductor configuration behind `torch.compile(mode=…)`."""
+    return dict(list_mode_options(mode))
+
+
+def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Run a graph op by op; takes a list, which it empties, and drops values after last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    return module.forward
