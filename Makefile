@@ -20,6 +20,8 @@ TORCH_STAMP := $(STAMP)/torch-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.
 
 # One thread per rank: two ranks on two cores otherwise fight over both.
 export OMP_NUM_THREADS ?= 1
+# Type checking runs on the node that the dev extra installs, whatever the system has.
+export PYRIGHT_PYTHON_GLOBAL_NODE ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import detect_fake_mode
@@ -170,3 +170,8 @@ def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     return module.forward
+
+
+def skip_frames_of(function: Callable[..., Any]) -> None:
+    """Let Dynamo never compile `function` as a frame of its own; it still inlines calls of it."""
+    skip_code(function.__code__)

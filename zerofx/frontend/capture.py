@@ -11,7 +11,7 @@ from zerofx.config import ZeroConfig
 from zerofx.frontend.annotate import GraphInputs, annotate
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.lower import lower
-from zerofx.frontend.partition import recompute_parameter_values
+from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass, run_passes
@@ -63,6 +63,7 @@ class Capture:
         self._run(joint, Region.JOINT, num_fwd_outputs)
         recompute_parameter_values(joint.graph)
         forward, backward = min_cut(joint, joint_inputs, num_fwd_outputs, options)
+        order_opaque_values(forward, backward, num_fwd_outputs)
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

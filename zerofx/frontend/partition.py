@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.torch_private import must_recompute_tag
 
@@ -46,3 +47,37 @@ def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
 def _is_impure(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or node.is_impure()
+
+
+def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_user: int) -> None:
+    """Pass device meshes last from forward to backward.
+
+    AOTAutograd expects saved tensors first. The partitioner puts random states after the meshes
+    when a checkpointed region holds dropout.
+
+    Args:
+        forward: returns the user's outputs, then what is saved.
+        backward: takes what is saved in the same order, then the tangents.
+        num_user: number of the user's outputs.
+    """
+    output = forward.graph.output_node()
+    values = list(output.args[0])  # pyright: ignore[reportArgumentType]
+    saved = values[num_user:]
+    inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    order = sorted(range(len(saved)), key=lambda index: _is_opaque(saved[index]))
+    if order == list(range(len(saved))):
+        return
+    output.args = (tuple(values[:num_user] + [saved[index] for index in order]),)
+    after = inputs[len(saved)] if len(inputs) > len(saved) else _first_after_inputs(backward.graph)
+    for index in order:
+        after.prepend(inputs[index])
+    forward.recompile()
+    backward.recompile()
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    return facts(node).role is Role.MESH
+
+
+def _first_after_inputs(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")

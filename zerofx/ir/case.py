@@ -1,4 +1,4 @@
-"""What the rules of `zerofx.ir.verify` look at: one program, analysed once, in linear time."""
+"""What the rules of `zerofx.ir.rules` look at: one program, analysed once, in linear time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir import ops
+from zerofx.ir.facts import Role, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import node_names
@@ -68,10 +69,13 @@ class Case:
 
     @functools.cached_property
     def roots(self) -> dict[fx.Node, Roots]:
-        """For each node the full values whose memory it may share; only nodes that share any."""
+        """For each node the full values whose memory it may share; only nodes that share any.
+
+        The shard of a replicated parameter is its full value.
+        """
         out: dict[fx.Node, Roots] = {}
         for node in self.place:
-            if ops.is_call(node, ops.UNSHARD, ops.UNSHARD_WAIT):
+            if ops.is_call(node, ops.UNSHARD, ops.UNSHARD_WAIT) or self._is_replicated(node):
                 out[node] = (node,)
             elif any(source in out for source in node.all_input_nodes):
                 shared = _union(out.get(source, _NONE) for source in aliased_inputs(node))
@@ -116,6 +120,12 @@ class Case:
         return out
 
     @functools.cached_property
+    def collectives(self) -> tuple[str, ...]:
+        """What is started, in order: `unshard w`, `reduce w`."""
+        kinds: dict[Any, str] = {ops.UNSHARD_START: "unshard", ops.REDUCE_START: "reduce"}
+        return tuple(f"{kinds[n.target]} {facts(n).param}" for n in self.calls(*kinds))
+
+    @functools.cached_property
     def returned(self) -> list[fx.Node]:
         """What the user gets."""
         return _nodes(self.program.outputs[: self.program.num_user_outputs])
@@ -155,6 +165,12 @@ class Case:
             if node.op == "call_function":
                 out.setdefault(node.target, []).append(node)
         return out
+
+    def _is_replicated(self, node: fx.Node) -> bool:
+        if node.op != "placeholder" or facts(node).role is not Role.SHARD:
+            return False
+        spec = self.program.spec(node)
+        return spec is not None and not spec.layout.sharded
 
     def _is_temporary(self, full: fx.Node) -> bool:
         spec = self.program.spec(full)

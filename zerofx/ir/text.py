@@ -73,9 +73,7 @@ class _Printer:
         self.program = program
         self.names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
-        self._layouts = {
-            spec.layout.handle: spec.layout.name for spec in program.params.values()
-        }
+        self._layouts = {spec.layout.handle: spec.layout.name for spec in program.params.values()}
         self._name_all(program.graph.nodes)
 
     def text(self) -> str:
@@ -84,9 +82,7 @@ class _Printer:
         lines = [f"{region} program, stage {stage}"]
         specs = sorted(self.program.params.values(), key=lambda spec: spec.index)
         lines += [f"  {_param_line(spec)}" for spec in specs]
-        lines += [
-            self._line(node) for node in self.program.graph.nodes if node.op != "output"
-        ]
+        lines += [self._line(node) for node in self.program.graph.nodes if node.op != "output"]
         return "\n".join(lines + self._output_lines()) + "\n"
 
     def _name_all(self, nodes: Iterable[fx.Node]) -> None:
@@ -102,23 +98,26 @@ class _Printer:
                 self.names[node] = f"{stem}#{number}" if number else stem
 
     def _line(self, node: fx.Node) -> str:
+        name, record = self.names[node], facts(node)
+        if record.role is Role.MESH:
+            return name
         typed = self._value(node.meta.get("val"))
-        name = self.names[node]
-        head = f"{name}: {typed}" if typed and typed != "mesh" else name
+        head = f"{name}: {typed}" if typed else name
         if node.op in ("placeholder", "get_attr"):
             body = head
         else:
             call = f"{_target(node)}({self._arguments(node)})"
             body = f"{head} = {call}" if typed else call
-        notes = _notes(facts(node), name)
+        notes = _notes(record, name, node.op == "placeholder")
         return f"{body}  # {notes}" if notes else body
 
     def _output_lines(self) -> list[str]:
         outputs, count = self.program.outputs, self.program.num_user_outputs
         word = _REST.get(self.program.region)
         if word is None:
-            return [f"return {self._list(outputs)}"]
-        return [f"return {self._list(outputs[:count])}", f"{word} {self._list(outputs[count:])}"]
+            return [f"return {self._list(outputs) or 'nothing'}"]
+        rest = [f"{word} {self._list(outputs[count:])}"] if outputs[count:] else []
+        return [f"return {self._list(outputs[:count]) or 'nothing'}", *rest]
 
     def _arguments(self, node: fx.Node) -> str:
         layout_at = _LAYOUT_ARGUMENT.get(cast(Any, node.target), -1)
@@ -167,7 +166,7 @@ class _Printer:
             return f"({', '.join(parts)})"
         if isinstance(value, (bool, int, float, torch.SymInt)):
             return self._size(value)
-        return "mesh" if "FakeScriptObject" in type(value).__name__ else type(value).__name__
+        return type(value).__name__
 
     def _size(self, size: Any) -> str:
         # torch numbers its symbols by a hash of where they come from, which differs by version.
@@ -186,13 +185,15 @@ def _stem(node: fx.Node) -> str:
         return "mesh"
     if node.op == "placeholder":
         return _INPUT_PREFIXES.get(record.role, "input") + suffix
-    if node.op == "get_attr":
-        return "constant"
+    if node.op in ("get_attr", "output"):
+        return "constant" if node.op == "get_attr" else "output"
     prefix = _PREFIXES.get(cast(Any, node.target))
     if prefix is not None:
         return prefix + suffix
+    if cast(Any, node.target) in ops.PROGRAM_OPS:
+        return _target(node) + suffix
     # Values that a pass added take no number, so that a diff shows the pass and nothing else.
-    return _target(node) + suffix if record.origin else "%"
+    return _target(node).partition(".")[0] + suffix if record.origin else "%"
 
 
 def _target(node: fx.Node) -> str:
@@ -205,10 +206,10 @@ def _target(node: fx.Node) -> str:
     return name
 
 
-def _notes(record: Facts, name: str) -> str:
+def _notes(record: Facts, name: str, shows_layout: bool) -> str:
     shown = {
         "param": "" if record.param and record.param in name else record.param,
-        "layout": record.layout,
+        "layout": record.layout if shows_layout else "",
         "wire": f"{record.wire_bytes}B" if record.wire_bytes else "",
         "module": record.module,
         "bucket": record.bucket,

@@ -1,49 +1,15 @@
-"""Rules that a program must keep, checked after every pass in one walk over its nodes.
-
-Each rule is a sentence of the ZeRO paper or of the design, a function from a `Case` to the
-offences it finds, and a line of `RULES`.
-"""
+"""The verifier: checks after every pass that a program keeps the rules, in linear time."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-
-from torch import Tensor, fx
+from collections.abc import Sequence
 
 from zerofx.errors import VerificationError
-from zerofx.ir import ops
 from zerofx.ir.case import Case
-from zerofx.ir.facts import Role, facts
+from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
-from zerofx.ir.spec import Region
+from zerofx.ir.rules import RULES, Offence, Rule
 from zerofx.ir.text import node_names
-from zerofx.ir.view import identity_source
-
-SMALL_NUMEL = 1024
-"""Values computed from parameters alone may be saved for backward up to this many elements."""
-
-_SHARD_ARGUMENT = {
-    ops.UNSHARD: 0,
-    ops.UNSHARD_START: 0,
-    ops.REDUCE_GRAD: 1,
-    ops.REDUCE_START: 1,
-    ops.REDUCE_WAIT: 1,
-}
-
-Offence = tuple[fx.Node, str]
-"""A node, and what is wrong with it."""
-
-Check = Callable[[Case], Iterator[Offence]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One rule: its name, the function that finds offences, and the remedy."""
-
-    name: str
-    check: Check
-    remedy: str
 
 
 def verify(
@@ -75,11 +41,7 @@ def verify(
 
 def collective_order(program: Program) -> tuple[str, ...]:
     """The collectives of a program in the order in which ranks issue them."""
-    starts = program.calls(ops.UNSHARD_START, ops.REDUCE_START)
-    return tuple(
-        f"{'unshard' if ops.is_call(start, ops.UNSHARD_START) else 'reduce'} {facts(start).param}"
-        for start in starts
-    )
+    return Case(program, frozenset(), False).collectives
 
 
 def peak_full_bytes(program: Program) -> int:
@@ -87,206 +49,22 @@ def peak_full_bytes(program: Program) -> int:
     return Case(program, frozenset(), False).peak()[0]
 
 
-def read_in_order(case: Case) -> Iterator[Offence]:
-    """A value exists before it is read."""
-    for node, place in case.place.items():
-        for source in node.all_input_nodes:
-            if case.place[source] >= place:
-                yield node, f"reads {case.name(source)} before it exists"
-
-
-def one_wait(case: Case) -> Iterator[Offence]:
-    """Every gather and every reduction is waited for exactly once, before all its readers."""
-    pairs = ((ops.UNSHARD_START, ops.UNSHARD_WAIT), (ops.REDUCE_START, ops.REDUCE_WAIT))
-    for start_op, wait_op in pairs:
-        for start in case.calls(start_op):
-            waits = [user for user in start.users if ops.is_call(user, wait_op)]
-            if len(waits) != 1:
-                yield start, f"is waited for {len(waits)} times, not once"
-            for user in start.users:
-                if user not in waits:
-                    yield user, f"reads {case.name(start)} before the wait"
-        for wait in case.calls(wait_op):
-            if not isinstance(wait.args[0], fx.Node) or not ops.is_call(wait.args[0], start_op):
-                yield wait, "waits for something that was not started"
-
-
-def waits_in_order(case: Case) -> Iterator[Offence]:
-    """Collectives of one kind are waited for in the order in which they started."""
-    for wait_op in (ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
-        last = -1
-        for wait in case.calls(wait_op):
-            started = case.place[wait.all_input_nodes[0]]
-            if started < last:
-                yield wait, "is waited for after a collective that started later"
-            last = max(last, started)
-
-
-def stated_order(case: Case) -> Iterator[Offence]:
-    """All ranks issue the same collectives in the stated order."""
-    if case.order is None:
-        return
-    here, stated = collective_order(case.program), tuple(case.order)
-    for place in range(max(len(here), len(stated))):
-        mine = here[place] if place < len(here) else "nothing"
-        wanted = stated[place] if place < len(stated) else "nothing"
-        if mine != wanted:
-            starts = case.calls(ops.UNSHARD_START, ops.REDUCE_START)
-            node = starts[place] if place < len(starts) else case.program.output
-            yield node, f"collective {place} is {mine}, where the plan says {wanted}"
-            return
-
-
-def own_shard(case: Case) -> Iterator[Offence]:
-    """A collective moves the shard of the parameter that it concerns."""
-    for op, place in _SHARD_ARGUMENT.items():
-        for node in case.calls(op):
-            shard = node.args[place]
-            source = facts(identity_source(shard)) if isinstance(shard, fx.Node) else None
-            if source and source.role is Role.SHARD and source.param != facts(node).param:
-                yield node, f"works on the shard of {source.param}"
-
-
-def freed_once(case: Case) -> Iterator[Offence]:
-    """ZeRO §5.3: parameters are discarded after use; a gathered value is freed exactly once."""
-    if not (case.final or "insert_frees" in case.done):
-        return
-    for full in case.gathered:
-        if ops.is_call(full, ops.UNSHARD_WAIT) and len(case.frees.get(full, ())) != 1:
-            yield full, f"is freed {len(case.frees.get(full, ()))} times, not once"
-
-
-def free_follows_readers(case: Case) -> Iterator[Offence]:
-    """A gathered value is freed after its last reader, through views too."""
-    freed_at = {full: case.place[nodes[0]] for full, nodes in case.frees.items()}
-    for node, place in case.place.items():
-        if ops.is_call(node, ops.FREE):
-            continue
-        for full in case.roots_read_by(node):
-            if place > freed_at.get(full, len(case.place)):
-                yield node, f"reads {case.name(full)} after it was freed"
-
-
-def only_gathered_freed(case: Case) -> Iterator[Offence]:
-    """Resident and replicated values are never freed: they are the parameters."""
-    for full, frees in case.frees.items():
-        if full not in case.gathered:
-            yield frees[0], f"frees {case.name(full)}, which is no gathered value"
-
-
-def nothing_full_saved(case: Case) -> Iterator[Offence]:
-    """Stage 3: nothing saved for backward is, or views, a full parameter."""
-    for node in case.saved:
-        for full in case.roots.get(node, ()):
-            if full in case.gathered:
-                yield node, f"is saved for backward and shares the memory of {case.name(full)}"
-        if node in case.derived and _numel(node) > SMALL_NUMEL:
-            yield node, "is saved for backward and is computed from full parameters alone"
-
-
-def nothing_full_returned(case: Case) -> Iterator[Offence]:
-    """The memory of a full value is reused or refreshed, so it does not leave a program."""
-    if case.program.region not in (Region.FORWARD, Region.INFERENCE):
-        return
-    if not (case.final or "copy_returned" in case.done):
-        return
-    for node in case.returned:
-        for full in case.roots.get(node, ()):
-            yield node, f"is returned to the user and shares the memory of {case.name(full)}"
-
-
-def one_reduction(case: Case) -> Iterator[Offence]:
-    """ZeRO §5.2: each parameter has one gradient reduction per step; tied weights sum first."""
-    joint = case.program.region is Region.JOINT
-    if joint and not (case.final or "merge_reduces" in case.done):
-        return
-    first: dict[str, fx.Node] = {}
-    for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        param = facts(node).param
-        if param and param in first:
-            yield node, f"reduces a gradient that {case.name(first[param])} reduces too"
-        first.setdefault(param, node)
-
-
-def reduced_before(case: Case) -> Iterator[Offence]:
-    """A gradient that was reduced is not reduced again on its way out."""
-    for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        grad = node.args[0]
-        for earlier in case.reductions.get(grad, ()) if isinstance(grad, fx.Node) else ():
-            yield node, f"reduces what {case.name(earlier)} already reduced"
-
-
-def every_gradient_reduced(case: Case) -> Iterator[Offence]:
-    """Every gradient of a trainable parameter passes a reduction of that parameter."""
-    if case.program.region is not Region.JOINT:
-        return
-    # A joint graph returns one gradient, or None, per input of the forward, in their order.
-    gradients = case.program.outputs[case.program.num_user_outputs :]
-    inputs = [node for node in case.place if node.op == "placeholder"]
-    for shard, gradient in zip(inputs, gradients, strict=False):
-        param = facts(shard).param
-        if facts(shard).role is not Role.SHARD or not isinstance(gradient, fx.Node):
-            continue
-        if param not in {facts(node).param for node in case.reductions.get(gradient, ())}:
-            yield gradient, f"is the gradient of {param}, and no rank reduced it"
-
-
-def no_marker_left(case: Case) -> Iterator[Offence]:
-    """Markers say nothing about when bytes move; a program that runs has none."""
-    if case.final and case.program.region is not Region.JOINT:
-        for node in case.calls(ops.UNSHARD, ops.REDUCE_GRAD):
-            yield node, "is a marker that no pass replaced"
-
-
-def within_budget(case: Case) -> Iterator[Offence]:
-    """Bytes in flight stay under the budget."""
-    if case.budget_bytes is not None:
-        peak, node = case.peak()
-        if node is not None and peak > case.budget_bytes:
-            yield node, f"raises the bytes in flight to {peak}, over {case.budget_bytes}"
-
-
-_ENABLE = "enable the mandatory passes again (option disable), or fix the pass"
-
-RULES: tuple[Rule, ...] = (
-    Rule("read_in_order", read_in_order, "move the node behind what it reads"),
-    Rule("one_wait", one_wait, "insert one wait per start, and let all readers read the wait"),
-    Rule("waits_in_order", waits_in_order, "wait in the order of the starts"),
-    Rule("stated_order", stated_order, "start collectives in the order of the plan"),
-    Rule("own_shard", own_shard, "pass the shard of the same parameter"),
-    Rule("freed_once", freed_once, _ENABLE),
-    Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),
-    Rule("only_gathered_freed", only_gathered_freed, "free only what unshard_wait returned"),
-    Rule("nothing_full_saved", nothing_full_saved, "recompute it in backward from the shard"),
-    Rule("nothing_full_returned", nothing_full_returned, _ENABLE),
-    Rule("one_reduction", one_reduction, _ENABLE),
-    Rule("reduced_before", reduced_before, "reduce each gradient once"),
-    Rule("every_gradient_reduced", every_gradient_reduced, "read the parameter through its module"),
-    Rule("no_marker_left", no_marker_left, _ENABLE),
-    Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
-)
-"""Every rule, in the order in which they are checked."""
-
-
 def _error(
     rule: Rule, offences: list[Offence], program: Program, done: Sequence[str]
 ) -> VerificationError:
     names = node_names(program)
-    shown: list[str] = []
-    for node, sentence in offences:
-        record = facts(node)
-        place = "".join(
-            f", {word} {text}"
-            for word, text in (("parameter", record.param), ("module", record.module))
-            if text
-        )
-        shown.append(f"{names[node]} {sentence}{place}")
+    first, *others = [_sentence(each, names[each.node]) for each in offences]
     after = f"after pass {done[-1]}" if done else "before any pass"
     law = " ".join((rule.check.__doc__ or "").split())
-    problem = f"{program.region.value} program, {after}: {shown[0]}. Rule: {law}"
-    return VerificationError(rule.name, problem, rule.remedy, shown[1:])
+    problem = f"{program.region.value} program, {after}: {first}. Rule: {law}"
+    return VerificationError(rule.name, problem, rule.remedy, others)
 
 
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return int(value.numel()) if isinstance(value, Tensor) else 0
+def _sentence(offence: Offence, name: str) -> str:
+    records = [facts(node) for node in (offence.node, offence.about) if node is not None]
+    param = next((record.param for record in reversed(records) if record.param), "")
+    module = next((record.module for record in records if record.module), "")
+    where = (
+        f" ({word} {text})" for word, text in (("parameter", param), ("module", module)) if text
+    )
+    return f"{name} {offence.problem}{''.join(where)}"

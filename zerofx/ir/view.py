@@ -10,7 +10,14 @@ from torch import Tensor, fx
 from zerofx.ir.ops import REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
 
 _aten = torch.ops.aten
-_HIDDEN_VIEWS = (_aten._unsafe_view.default, _aten.lift_fresh.default, _aten.alias.default)
+# Their schemas promise fresh memory, their kernels return the input's.
+_HIDDEN_VIEWS = (
+    _aten._unsafe_view.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+    _aten.lift_fresh.default,
+    _aten.alias.default,
+)
 _IDENTITIES = (_aten.view.default, _aten.alias.default, _aten.detach.default)
 
 

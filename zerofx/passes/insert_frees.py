@@ -16,7 +16,6 @@ from zerofx.ir.view import positions, readers
 from zerofx.passes.base import Pass
 
 
-
 @dataclasses.dataclass(frozen=True)
 class FreePlan:
     """Full values, each with its last reader and the handle of its layout."""
@@ -47,8 +46,10 @@ class InsertFrees(Pass):
         place = positions(program.graph)
         frees: list[tuple[fx.Node, fx.Node, int]] = []
         for full in program.calls(UNSHARD_WAIT):
-            start = full.args[0]
+            spec, start = program.spec(full), full.args[0]
             assert isinstance(start, fx.Node)
+            if spec is not None and (spec.layout.resident or not spec.layout.sharded):
+                continue
             reading = [node for node in readers(full) if node.op != "output"]
             last = max(reading, key=lambda node: place[node], default=full)
             layout = start.args[2]

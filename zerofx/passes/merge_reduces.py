@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import fx
@@ -41,6 +41,7 @@ class MergeReduces(Pass):
 
     name: ClassVar[str] = "merge_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.JOINT,))
+    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "reordered"
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> SumPlan:
@@ -69,8 +70,9 @@ class MergeReduces(Pass):
 
 
 def _erase_unread(edit: Editor, node: fx.Node) -> None:
+    """Erase `node` if nothing but views that nobody reads depends on it."""
     for user in list(node.users):
-        if not user.users:
-            edit.erase(user)
+        if identity_source(user) is not user:
+            _erase_unread(edit, user)
     if not node.users:
         edit.erase(node)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import UnreducedGradientError, UnsupportedError
@@ -59,7 +60,7 @@ class Session:
         self._no_sync_depth = 0
         self._backward = -1
         self._num_backwards = 0
-        self._changed_buffers: dict[int, Tensor] = {}
+        self._buffer_versions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
@@ -149,20 +150,18 @@ class Session:
                 held,
             )
 
-    def buffers_changed(self, buffers: Sequence[Tensor]) -> None:
-        """A program updated these buffers with this rank's own data."""
-        self._changed_buffers.update((id(buffer), buffer) for buffer in buffers)
-
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Give `buffers` rank 0's values, if a program changed them since the last time."""
-        stale = [buffer for buffer in buffers if id(buffer) in self._changed_buffers]
-        if not stale or self.world.size == 1:
-            return
-        for buffer in stale:
-            del self._changed_buffers[id(buffer)]
-        self.journal.record("broadcast", f"{len(stale)} buffers")
-        with torch.no_grad():
-            collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
+        """Give `buffers` rank 0's values, if they changed since the last time."""
+        stale = [buffer for buffer in buffers if self._buffer_versions.get(buffer) != _mark(buffer)]
+        if stale and self.world.size > 1:
+            self.journal.record("broadcast", f"{len(stale)} buffers")
+            with torch.no_grad():
+                collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
+        self.buffers_agree(stale)
+
+    def buffers_agree(self, buffers: Iterable[Tensor]) -> None:
+        """All ranks hold the same values in `buffers` now."""
+        self._buffer_versions.update((buffer, _mark(buffer)) for buffer in buffers)
 
     def _leave_backward(self) -> None:
         self._backward = -1
@@ -207,6 +206,10 @@ class Session:
             Domain(sharded, self, shard if num_shards > 1 else None, replica),
             Domain(whole, self, None, everyone),
         )
+
+
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    return buffer._version, buffer.data_ptr()
 
 
 def _mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:

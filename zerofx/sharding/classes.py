@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime.handles import live_domains
 from zerofx.runtime.params import ParamState
-from zerofx.torch_private import backward_id
+from zerofx.torch_private import backward_id, skip_frames_of
 
 _HANDLES = "_zerofx_layouts"
 _STATES = "_zerofx_states"
@@ -61,6 +61,12 @@ def read_full(param: Tensor, layout: int) -> Tensor:
     return UNSHARD(shard, value.shape, layout)
 
 
+@torch.compiler.disable
+def _read_eagerly(param: Tensor, layout: int) -> Tensor:
+    # Around code that Dynamo skipped it would compile DTensor's own frames.
+    return read_full(param, layout)
+
+
 @functools.cache
 def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: _parameter_property(name) for name in names}
@@ -97,10 +103,11 @@ def _parameter_property(name: str) -> property:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if param is None or name not in self._zerofx_layouts:
             return param
-        if torch.compiler.is_compiling() or _in_forward():
+        if torch.compiler.is_compiling():
             return read_full(param, self._zerofx_layouts[name])
-        return param
+        return _read_eagerly(param, self._zerofx_layouts[name]) if _in_forward() else param
 
+    skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own
     return property(read)
 
 

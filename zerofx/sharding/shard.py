@@ -116,6 +116,7 @@ def _compare_plans(session: Session, plan: list[tuple[list[str], nn.Parameter]])
 def _broadcast_buffers(model: nn.Module, session: Session) -> None:
     for buffer in model.buffers():
         _from_rank_zero(buffer, session)
+    session.buffers_agree(model.buffers())
 
 
 def _shard_parameter(old: nn.Parameter, names: list[str], session: Session) -> ParamState:

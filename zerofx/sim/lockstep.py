@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from zerofx.errors import ZeroFxError
 from zerofx.ir import ops
@@ -168,6 +169,8 @@ class _Ranks:
     def _free(self, node: fx.Node) -> list[None]:
         for value in self._read(node, node.args[0]):
             address = _address(value)
+            if not address:
+                continue
             if address not in self.gathered:
                 raise self._error(node, "frees what is not a gathered value", "drop the free")
             self.gathered.discard(address)
@@ -232,7 +235,7 @@ class _Ranks:
                 raise self._error(reader, f"reads {node.name} after its free", "free later")
             return value
 
-        return fx.node.map_arg(args, value_of)
+        return map_arg(args, value_of)
 
     def _error(self, node: fx.Node, problem: str, remedy: str) -> LockstepError:
         param = facts(node).param
