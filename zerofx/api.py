@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
-from zerofx.frontend import backend as _backend  # installs the optimizer hooks
 from zerofx.runtime.params import local_tensor
 from zerofx.runtime.session import Session
 from zerofx.sharding.shard import cut, session_of, shard_model
@@ -107,5 +107,3 @@ def _session(model: nn.Module) -> Session:
             "call zerofx.shard(model, config), or run one forward of the compiled model first",
         )
     return session
-
-

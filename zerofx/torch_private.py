@@ -5,6 +5,7 @@ Each name says why it is needed; `tests/test_torch_private.py` lists the missing
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import detect_fake_mode
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
@@ -47,6 +48,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def is_message(work: Any) -> bool:
+    """Whether `work` is a point-to-point message: c10d's `OpType` SEND or RECV."""
+    return work._get_op_type() in (12, 13)
+
+
 def backward_id() -> int:
     """A number for the backward pass under way on this thread; -1 outside one."""
     return torch._C._current_graph_task_id()
@@ -54,7 +60,7 @@ def backward_id() -> int:
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Run `function` when the backward pass under way ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
@@ -96,6 +102,35 @@ def restart_dynamo() -> NoReturn:
     """Let Dynamo trace the current frame again, without what it learned from the first time."""
     InstructionTranslator.current_tx().speculation_log.clear()
     raise _RestartAfterSharding("parameters were sharded")
+
+
+def pass_through_dynamo(error: Exception) -> None:
+    """Let `error` leave Dynamo as it is, for users to catch by its class.
+
+    Dynamo wraps what a backend raises in `BackendCompilerFailed`, except exceptions of this base.
+    """
+    error.__class__ = _passing_class(type(error))
+    vars(error).update(
+        first_useful_frame=None, frame_exec_strategy=None, _torch_dynamo_tracer_output=None
+    )
+
+
+@functools.cache
+def _passing_class(kind: type[Exception]) -> type[Exception]:
+    if issubclass(kind, ShortenTraceback):
+        return kind
+
+    def reduce(self: Exception) -> tuple[Any, ...]:
+        return _restore_error, (kind, self.args)
+
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, ShortenTraceback), body)
+
+
+def _restore_error(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 def lookup_seed_op() -> Any:
@@ -175,3 +210,8 @@ def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 def skip_frames_of(function: Callable[..., Any]) -> None:
     """Let Dynamo never compile `function` as a frame of its own; it still inlines calls of it."""
     skip_code(function.__code__)
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, fake ones too, use the same storage object."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -1,0 +1,1 @@
+"""Numbers: what communication costs. Modules: comm."""

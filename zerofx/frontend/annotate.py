@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
@@ -171,10 +170,6 @@ def _lost_write(param: str, node: fx.Node) -> UnsupportedError:
 
 def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = ""
-    for path, _ in stack.values():
-        pass
+    path = next(reversed([path for path, _ in stack.values()]), "")
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", str(path))
     return path.partition(".")[2].partition(".")[2] if path.startswith("L.") else path
-
-

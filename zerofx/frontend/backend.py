@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-import zerofx.runtime.markers  # registers the eager kernels
+import zerofx.runtime.markers  # noqa: F401 (registers the eager kernels)
 from zerofx.config import Stage, ZeroConfig, config_from_options
-from zerofx.errors import UnsupportedError
+from zerofx.errors import UnsupportedError, ZeroFxError
 from zerofx.frontend import step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.roots import find_root, refuse_running_wrappers
 from zerofx.sharding.shard import shard_model
-from zerofx.torch_private import inductor_options_of_mode, restart_dynamo
+from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
 
 step_guard.install()
 
@@ -65,6 +65,20 @@ def _compile(
     Raises:
         ZeroFxError: something is refused; the message names it and the remedy.
     """
+    try:
+        return _shard_and_compile(stage, module, inputs, options, mode)
+    except ZeroFxError as error:
+        pass_through_dynamo(error)
+        raise
+
+
+def _shard_and_compile(
+    stage: Stage,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+) -> Compiled:
     config = config_from_options(stage, options)
     compiler = SegmentCompiler(config.inner, _patches(config, mode))
     refuse_running_wrappers()

@@ -28,9 +28,7 @@ class Capture:
         compiler: compiles segments.
     """
 
-    def __init__(
-        self, config: ZeroConfig, inputs: GraphInputs, compiler: SegmentCompiler
-    ) -> None:
+    def __init__(self, config: ZeroConfig, inputs: GraphInputs, compiler: SegmentCompiler) -> None:
         self.config = config
         self.inputs = inputs
         self.compiler = compiler
@@ -82,5 +80,3 @@ class Capture:
         run_passes(program, self.passes, check=self.config.verify)
         self.programs[region] = program
         return program
-
-

@@ -66,9 +66,7 @@ def lower(program: Program, compiler: SegmentCompiler) -> Executable:
     return Executable(steps, len(inputs), len(number), outputs, unread)
 
 
-def _last_readers(
-    program: Program, pieces: Iterable[fx.Node | Segment]
-) -> dict[fx.Node, int]:
+def _last_readers(program: Program, pieces: Iterable[fx.Node | Segment]) -> dict[fx.Node, int]:
     """For each value that is not returned, the piece after which nobody reads it."""
     returned = {value for value in program.outputs if isinstance(value, fx.Node)}
     last: dict[fx.Node, int] = {}

@@ -50,34 +50,35 @@ def _is_impure(node: fx.Node) -> bool:
 
 
 def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_user: int) -> None:
-    """Pass device meshes last from forward to backward.
+    """Pass device meshes after all saved tensors.
 
-    AOTAutograd expects saved tensors first. The partitioner puts random states after the meshes
-    when a checkpointed region holds dropout.
+    AOTAutograd expects tensors, then opaque objects, then symbols out of forward, and symbols,
+    tensors, opaque objects, tangents into backward. The partitioner puts random states after the
+    meshes when a checkpointed region holds dropout.
 
     Args:
         forward: returns the user's outputs, then what is saved.
-        backward: takes what is saved in the same order, then the tangents.
+        backward: takes what is saved, then the tangents.
         num_user: number of the user's outputs.
     """
     output = forward.graph.output_node()
     values = list(output.args[0])  # pyright: ignore[reportArgumentType]
     saved = values[num_user:]
+    output.args = (tuple(values[:num_user] + sorted(saved, key=_forward_place)),)
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    order = sorted(range(len(saved)), key=lambda index: _is_opaque(saved[index]))
-    if order == list(range(len(saved))):
-        return
-    output.args = (tuple(values[:num_user] + [saved[index] for index in order]),)
-    after = inputs[len(saved)] if len(inputs) > len(saved) else _first_after_inputs(backward.graph)
-    for index in order:
-        after.prepend(inputs[index])
+    after = next(node for node in [*inputs[len(saved) :], *backward.graph.nodes] if _follows(node))
+    for node in inputs[: len(saved)]:
+        if _is_opaque(node):
+            after.prepend(node)
     forward.recompile()
     backward.recompile()
 
 
+def _forward_place(saved: fx.Node) -> int:
+    if _is_opaque(saved):
+        return 1
+    return 2 if is_symbol(saved) else 0
+
+
 def _is_opaque(node: fx.Node) -> bool:
     return facts(node).role is Role.MESH
-
-
-def _first_after_inputs(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,6 +181,27 @@ class Case:
         if spec is not None:
             return spec.padded_numel * spec.dtype.itemsize
         return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
+
+
+def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:
+    """Inputs of a joint program's forward part, each with the place of its gradient.
+
+    AOTAutograd returns gradients in the order of the inputs. A `DTensor` is two inputs, shard and
+    mesh; its gradient is two values as well, or a single None.
+    """
+    inputs: list[fx.Node] = list(joint.graph.find_nodes(op="placeholder"))
+    gradients = joint.outputs[joint.num_user_outputs :]
+    at = place = 0
+    while at < len(inputs) and place < len(gradients):
+        yield inputs[at], place
+        is_dtensor = at + 1 < len(inputs) and _is_opaque(inputs[at + 1])
+        at += 2 if is_dtensor else 1
+        place += 2 if is_dtensor and gradients[place] is not None else 1
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    plain = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+    return facts(node).role is Role.MESH or not isinstance(node.meta.get("val"), plain)
 
 
 def _union(parts: Iterable[Roots]) -> Roots:

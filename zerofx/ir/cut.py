@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, fx
 
 from zerofx.errors import VerificationError
+from zerofx.ir.case import gradients_by_input
 from zerofx.ir.facts import Facts, Role, facts
 from zerofx.ir.ops import REDUCE_GRAD, is_call
 from zerofx.ir.program import Program
@@ -56,12 +57,19 @@ def _saved(joint: Program, forward: Program, backward: Program) -> Iterator[str]
         for name, node in _placeholders(backward).items()
         if isinstance(node.meta.get("val"), Tensor)
     }
-    for name, node in reads.items():
-        if name not in names and name not in given:
-            yield f"backward reads {_called(node)}, which forward does not save"
-    for node in saved:
-        if isinstance(node.meta.get("val"), Tensor) and node.name not in reads:
-            yield f"forward saves {_called(node)}, which backward does not read"
+    foreign = [node for name, node in reads.items() if name not in names and name not in given]
+    unread = [
+        node
+        for node in saved
+        if isinstance(node.meta.get("val"), Tensor) and node.name not in reads
+    ]
+    # The partitioner renames the random states of a checkpointed region, and nothing else.
+    if [_kind(node) for node in foreign] == [_kind(node) for node in unread]:
+        return
+    for node in foreign:
+        yield f"backward reads {_called(node)}, which forward does not save"
+    for node in unread:
+        yield f"forward saves {_called(node)}, which backward does not read"
 
 
 def _results(joint: Program, forward: Program, backward: Program) -> Iterator[str]:
@@ -74,15 +82,14 @@ def _results(joint: Program, forward: Program, backward: Program) -> Iterator[st
     if len(wanted) != len(backward.outputs):
         yield f"backward returns {len(backward.outputs)} gradients of {len(wanted)}"
         return
+    owners = {place: node for node, place in gradients_by_input(joint)}
     reduced = _reduced_params(backward)
-    records = [facts(node) for node in _placeholders(joint).values()]
-    records += [Facts()] * (len(wanted) - len(records))
     for place, (old, new) in enumerate(zip(wanted, backward.outputs, strict=True)):
-        param = records[place].param
+        owner = facts(owners[place]) if place in owners else Facts()
         if (old is None) != (new is None):
-            yield f"gradient {place} ({param or 'an input'}) is missing in one program"
-        elif new is not None and records[place].role is Role.SHARD and reduced.get(new) != param:
-            yield f"gradient {place} is not the reduced gradient of {param}"
+            yield f"gradient {place} ({owner.param or 'of an input'}) is missing in one program"
+        elif new is not None and owner.role is Role.SHARD and reduced.get(new) != owner.param:
+            yield f"gradient {place} is not the reduced gradient of {owner.param}"
 
 
 def _reduced_params(backward: Program) -> dict[fx.Node, str]:
@@ -106,3 +113,8 @@ def _placeholders(program: Program) -> dict[str, fx.Node]:
 def _called(node: fx.Node) -> str:
     param = facts(node).param
     return f"{node.name} ({param})" if param else node.name
+
+
+def _kind(node: fx.Node) -> tuple[str, ...]:
+    value = node.meta["val"]
+    return str(value.dtype), *(str(extent) for extent in value.shape)

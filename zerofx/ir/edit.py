@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from zerofx.ir.facts import Facts, facts, set_facts
 from zerofx.ir.program import Program
@@ -25,7 +24,9 @@ class Editor:
         self.origin = origin
         self._fake_mode = fake_mode_of(node.meta.get("val") for node in program.graph.nodes)
 
-    def call_before(self, anchor: fx.Node, op: Any, args: tuple[Any, ...], record: Facts) -> fx.Node:
+    def call_before(
+        self, anchor: fx.Node, op: Any, args: tuple[Any, ...], record: Facts
+    ) -> fx.Node:
         """Insert a call of `op` before `anchor`; its value is computed on fake tensors."""
         with self.program.graph.inserting_before(anchor):
             return self._call(op, args, record)
@@ -68,7 +69,7 @@ class Editor:
     def _call(self, op: Any, args: tuple[Any, ...], record: Facts) -> fx.Node:
         node = self.program.graph.call_function(op, args)
         set_facts(node, dataclasses.replace(record, origin=self.origin))
-        values = pytree.tree_map_only(fx.Node, lambda arg: arg.meta.get("val"), args)
+        values: Any = fx.map_arg(args, lambda arg: arg.meta.get("val"))
         with self._fake_mode or contextlib.nullcontext():
             node.meta["val"] = op(*values)
         return node

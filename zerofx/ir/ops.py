@@ -19,12 +19,15 @@ of the markers are registered by `zerofx.runtime.markers`; program nodes are bou
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-_LIBRARY = torch.library.Library("zerofx", "DEF")
+# torch.library is untyped.
+_torch_library: Any = torch.library
+_LIBRARY = _torch_library.Library("zerofx", "DEF")
 for _schema in (
     "unshard(Tensor shard, SymInt[] size, int layout) -> Tensor",
     "reduce_grad(Tensor grad, Tensor shard, int layout) -> Tensor",
@@ -53,47 +56,55 @@ PROGRAM_OPS = frozenset(
 """Nodes at which a program is cut into compute segments."""
 
 
+_Fake = TypeVar("_Fake", bound=Callable[..., Any])
+
+
+def _fake(name: str) -> Callable[[_Fake], _Fake]:
+    """Register a fake kernel in our library."""
+    return _torch_library.register_fake(name, lib=_LIBRARY)
+
+
 def is_call(node: fx.Node, *ops: Any) -> bool:
     """Whether `node` calls one of `ops`."""
     return node.op == "call_function" and node.target in ops
 
 
-@torch.library.register_fake("zerofx::unshard", lib=_LIBRARY)
+@_fake("zerofx::unshard")
 def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
     return shard.new_empty(size)
 
 
-@torch.library.register_fake("zerofx::reduce_grad", lib=_LIBRARY)
+@_fake("zerofx::reduce_grad")
 def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
     return grad.new_empty(shard.shape)
 
 
-@torch.library.register_fake("zerofx::unshard_start", lib=_LIBRARY)
+@_fake("zerofx::unshard_start")
 def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
     return shard.new_empty(size)
 
 
-@torch.library.register_fake("zerofx::unshard_wait", lib=_LIBRARY)
+@_fake("zerofx::unshard_wait")
 def _(pending: Tensor, size: list[int]) -> Tensor:
     return pending.new_empty(size)
 
 
-@torch.library.register_fake("zerofx::free", lib=_LIBRARY)
+@_fake("zerofx::free")
 def _(full: Tensor, layout: int) -> None:
     return None
 
 
-@torch.library.register_fake("zerofx::reduce_start", lib=_LIBRARY)
+@_fake("zerofx::reduce_start")
 def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
     return grad.new_empty(shard.shape)
 
 
-@torch.library.register_fake("zerofx::reduce_wait", lib=_LIBRARY)
+@_fake("zerofx::reduce_wait")
 def _(pending: Tensor, shard: Tensor) -> Tensor:
     return pending.new_empty(shard.shape)
 
 
-@torch.library.register_fake("zerofx::sync_buffers", lib=_LIBRARY)
+@_fake("zerofx::sync_buffers")
 def _(buffers: list[Tensor], layout: int) -> None:
     return None
 
@@ -117,9 +128,9 @@ def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return UNSHARD(grad, ctx.size, ctx.layout), None, None
 
 
-torch.library.register_autograd(
+_torch_library.register_autograd(
     "zerofx::unshard", _unshard_backward, setup_context=_unshard_setup, lib=_LIBRARY
 )
-torch.library.register_autograd(
+_torch_library.register_autograd(
     "zerofx::reduce_grad", _reduce_backward, setup_context=_reduce_setup, lib=_LIBRARY
 )

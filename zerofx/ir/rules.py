@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.case import Case
+from zerofx.ir.case import Case, gradients_by_input
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
@@ -190,11 +190,9 @@ def every_gradient_reduced(case: Case) -> Iterator[Offence]:
     """Every gradient of a trainable parameter passes a reduction of that parameter."""
     if case.program.region is not Region.JOINT:
         return
-    # A joint graph returns one gradient, or None, per input of the forward, in their order.
     gradients = case.program.outputs[case.program.num_user_outputs :]
-    inputs = [node for node in case.place if node.op == "placeholder"]
-    for shard, gradient in zip(inputs, gradients, strict=False):
-        param = facts(shard).param
+    for shard, place in gradients_by_input(case.program):
+        param, gradient = facts(shard).param, gradients[place]
         if facts(shard).role is not Role.SHARD or not isinstance(gradient, fx.Node):
             continue
         if param not in {facts(node).param for node in case.reductions.get(gradient, ())}:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.ops import REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
+from zerofx.torch_private import shares_storage
 
 _aten = torch.ops.aten
 # Their schemas promise fresh memory, their kernels return the input's.
@@ -84,7 +85,7 @@ def _same_storage(one: fx.Node, other: fx.Node) -> bool:
         return False
     if left.layout != torch.strided or right.layout != torch.strided:
         return False
-    return left.untyped_storage()._cdata == right.untyped_storage()._cdata
+    return shares_storage(left, right)
 
 
 def _same_shape(one: fx.Node, other: fx.Node) -> bool:

@@ -66,5 +66,5 @@ def pipeline(config: ZeroConfig, buffers_layout: int) -> tuple[Pass, ...]:
     unknown = set(config.disable) - {each.name for each in listed}
     if unknown:
         names = ", ".join(each.name for each in listed)
-        raise ConfigError(f"option disable names {sorted(unknown)}", f"stage {config.stage}: {names}")
+        raise ConfigError(f"option disable names {sorted(unknown)}", f"the passes are: {names}")
     return tuple(each for each in listed if each.name not in config.disable)

@@ -1,0 +1,5 @@
+"""Execution: process groups, collectives, buffers, the handle table.
+
+Touches device memory and the network; knows nothing of graphs but their vocabulary. Modules:
+handles, session, domain, params, buffers, collectives, journal, markers, execute.
+"""

@@ -22,7 +22,7 @@ class BufferPool:
         self.peak_bytes = 0
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """A 1-D tensor of `numel` elements with the dtype and device of `like`; values undefined."""
+        """A 1-D tensor of `numel` undefined elements, with dtype and device of `like`."""
         num_bytes = numel * like.element_size()
         storage = self._reuse(num_bytes, like.device)
         if storage is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -159,7 +160,7 @@ class Domain:
         num, row = self.shard_comm.size, _row_numel(grad.shape)
         chunk = -(-grad.shape[0] // num)
         edges = [min(i * chunk, grad.shape[0]) for i in range(num + 1)]
-        return [(stop - start) * row for start, stop in zip(edges, edges[1:], strict=False)]
+        return [(stop - start) * row for start, stop in itertools.pairwise(edges)]
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Rank 0's values, in place, where a program changed them since the last time."""
@@ -171,5 +172,3 @@ def _row_numel(size: Sequence[int] | torch.Size) -> int:
     for extent in size[1:]:
         out *= extent
     return out
-
-

@@ -2,25 +2,34 @@
 
 Every collective extends a running checksum. Point-to-point messages carry it as their tag, so that
 ranks out of step never mix values: they hang. A rank that waits too long publishes its journal
-through the process group's store, reads the others' and turns the hang into a diff. Where the
-backend's own collectives carry no tag, the checksum is compared once a step, one step late.
+through the process group's store, asks the others for theirs and turns the hang into a diff (see
+`zerofx.runtime.watch`). Where a backend's own collectives carry no tag, the checksum is compared
+once a step, one step late.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import threading
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 
 from zerofx.errors import DivergedError
 
 _KEPT = 4096
+_SLOTS = 4
+_RANK_REMEDY = (
+    "every rank must run the same modules in the same order; look for control flow that depends "
+    "on the rank or on its data"
+)
 
 
 class Journal:
-    """Collectives of one sharded model on this rank.
+    """Collectives of one sharded model on this rank. Threads may share it.
 
     Args:
         key: prefix in the store, the same on all ranks.
@@ -34,83 +43,145 @@ class Journal:
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
+        self._lock = threading.Lock()
         self._count = 0
         self._checksum = 0
         self._recent: collections.deque[str] = collections.deque(maxlen=_KEPT)
-        self._steps = 0
+        self._plans = 0
+        self._steps: collections.deque[str] = collections.deque(maxlen=2)
+        self._num_steps = 0
+        self._questions = 0
+        self._answered = b""
 
     def record(self, kind: str, name: str) -> int:
         """Note a collective; returns the tag for its messages (31 bits)."""
-        entry = f"{kind} {name}"
-        self._recent.append(entry)
-        self._count += 1
-        self._checksum = zlib.crc32(entry.encode(), self._checksum)
-        return self._checksum & 0x7FFFFFFF
+        entry = f"{kind} of {name}"
+        with self._lock:
+            self._recent.append(entry)
+            self._count += 1
+            self._checksum = zlib.crc32(entry.encode(), self._checksum)
+            return self._checksum & 0x7FFFFFFF
 
     def compare_plans(self, plan: str) -> None:
-        """Publish `plan` and compare it with the next rank's; blocks until that rank publishes.
+        """Publish `plan` and compare it with rank 0's; blocks until all ranks publish theirs.
 
         Raises:
-            DivergedError: the plans differ; the differing lines are listed.
+            DivergedError: on every rank, if the plan of any differs; the differing lines are
+                listed.
         """
-        self._store.set(f"{self._key}/plan/{self._rank}", plan)
-        peer = (self._rank + 1) % self._num_ranks
-        theirs = self._store.get(f"{self._key}/plan/{peer}").decode()
-        if theirs != plan:
-            raise DivergedError(
-                f"ranks {self._rank} and {peer} shard different models",
-                "build the same model, in the same order and with the same options, on every rank",
-                _diff(plan.splitlines(), theirs.splitlines(), self._rank, peer),
-            )
+        if self._num_ranks == 1:
+            return
+        self._plans += 1
+        key = f"{self._key}/plan{self._plans}"
+        self._store.set(f"{key}/{self._rank}", plan)
+        odd = self._find_odd_plan(key, plan)
+        if odd == 0:
+            return
+        # Every rank reports the same pair, except that an odd one reports itself.
+        first = self._store.get(f"{key}/0").decode()
+        peer = self._rank if plan != first else odd
+        theirs = self._store.get(f"{key}/{peer}").decode()
+        raise DivergedError(
+            f"ranks 0 and {peer} shard different models",
+            "build the same model, in the same order and with the same options, on every rank",
+            _diff(first.splitlines(), theirs.splitlines(), 0, peer),
+        )
 
     def check_step(self) -> None:
         """Publish this step's checksum and compare the next rank's of the step before.
 
+        A rank that ends a step has heard from all others, which have thus ended the step before.
+
         Raises:
             DivergedError: the ranks issued different collectives.
         """
-        self._steps += 1
-        mine = f"{self._count} {self._checksum}"
-        self._store.set(f"{self._key}/step/{self._rank}/{self._steps % 4}", f"{self._steps} {mine}")
-        peer = (self._rank + 1) % self._num_ranks
-        key = f"{self._key}/step/{peer}/{self._steps % 4}"
-        if not self._store.check([key]):
+        if self._num_ranks == 1:
             return
-        step, count, checksum = self._store.get(key).decode().split()
-        if int(step) == self._steps and f"{count} {checksum}" != mine:
+        self._num_steps += 1
+        step = self._num_steps
+        self._steps.append(f"{step} {self._count} {self._checksum}")
+        self._store.set(f"{self._key}/step/{self._rank}/{step % _SLOTS}", self._steps[-1])
+        peer = (self._rank + 1) % self._num_ranks
+        key = f"{self._key}/step/{peer}/{(step - 1) % _SLOTS}"
+        if step == 1 or not self._store.check([key]):
+            return
+        theirs = self._store.get(key).decode()
+        if theirs.split()[0] == str(step - 1) and theirs != self._steps[0]:
             self.explain_hang()
             raise DivergedError(
-                f"ranks {self._rank} and {peer} issued different collectives by step {step}",
-                "run the same layers in the same order on every rank",
+                f"ranks {self._rank} and {peer} issued different collectives by step {step - 1}",
+                _RANK_REMEDY,
             )
 
-    def explain_hang(self) -> None:
-        """Compare journals with every rank that also published one.
+    def explain_hang(self, place: str = "") -> list[str]:
+        """Publish this journal, ask for the others, and compare with those that are there.
 
-        Returns if nothing differs: the others are merely late.
+        Args:
+            place: what the rank's program is at, for others to show.
+
+        Returns:
+            What to say of the ranks that issued fewer collectives: they are late, or stuck where
+            zerofx cannot see it.
 
         Raises:
             DivergedError: another rank issued other collectives; the first differences are listed.
         """
-        record = json.dumps({"count": self._count, "recent": list(self._recent)})
-        self._store.set(f"{self._key}/hang/{self._rank}", record)
-        for peer in range(self._num_ranks):
-            key = f"{self._key}/hang/{peer}"
-            if peer == self._rank or not self._store.check([key]):
-                continue
-            theirs = json.loads(self._store.get(key).decode())
+        mine = self._publish(place)
+        self._questions += 1
+        self._store.set(f"{self._key}/hang/asked", f"{self._rank} {self._questions}")
+        late = []
+        for peer, theirs in self._published():
             difference = _first_difference(
-                list(self._recent), self._count, theirs["recent"], theirs["count"]
+                mine["recent"], mine["count"], theirs["recent"], theirs["count"]
             )
             if difference is not None:
-                position, mine, other = difference
+                position, ours, other = difference
                 raise DivergedError(
                     f"ranks {self._rank} and {peer} issue different collectives from number "
                     f"{position} on",
-                    "every rank must run the same modules in the same order; look for control flow "
-                    "that depends on the rank or on its data",
-                    _diff(mine, other, self._rank, peer),
+                    _RANK_REMEDY,
+                    _diff(ours, other, self._rank, peer),
                 )
+            if theirs["count"] < mine["count"]:
+                behind = mine["count"] - theirs["count"]
+                late.append(f"rank {peer} is {behind} collectives behind, {theirs['place']}")
+        return late
+
+    def answer(self, place: str = "") -> None:
+        """Publish this journal if another rank asked for it since the last time."""
+        key = f"{self._key}/hang/asked"
+        if self._num_ranks == 1 or not self._store.check([key]):
+            return
+        question = self._store.get(key)
+        if question != self._answered:
+            self._answered = question
+            self._publish(place)
+
+    def last(self) -> str:
+        """The collective issued last."""
+        with self._lock:
+            return self._recent[-1] if self._recent else "nothing"
+
+    def _find_odd_plan(self, key: str, plan: str) -> int:
+        """The first rank whose plan is not rank 0's; 0 if there is none. Rank 0 tells the rest."""
+        if self._rank != 0:
+            return int(self._store.get(f"{key}/odd"))
+        others = range(1, self._num_ranks)
+        odd = next((r for r in others if self._store.get(f"{key}/{r}").decode() != plan), 0)
+        self._store.set(f"{key}/odd", str(odd))
+        return odd
+
+    def _publish(self, place: str) -> dict[str, Any]:
+        with self._lock:
+            record = {"count": self._count, "recent": list(self._recent), "place": place}
+        self._store.set(f"{self._key}/hang/{self._rank}", json.dumps(record))
+        return record
+
+    def _published(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for peer in range(self._num_ranks):
+            key = f"{self._key}/hang/{peer}"
+            if peer != self._rank and self._store.check([key]):
+                yield peer, json.loads(self._store.get(key).decode())
 
 
 def _first_difference(

@@ -179,7 +179,7 @@ def rebuild_state(
     domain = session.domain_for(full_shape)
     state = make_state(domain, name, tied, full_shape, requires_grad, fill, values)
     state.dirty = True
-    state.param.__dict__.update(attributes)
+    vars(state.param).update(attributes)
     if grad is not None:
         state.param.grad = as_dtensor(grad, full_shape, domain)
     return state
@@ -192,9 +192,7 @@ def as_dtensor(local: Tensor, shape: torch.Size, domain: Domain) -> DTensor:
     if domain.layout.sharded:
         placements[-1] = Shard(0)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _allocate(spec: ParamSpec, rank: int, like: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import math
 import weakref
@@ -26,6 +25,7 @@ from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.watch import Watch
 from zerofx.torch_private import backward_id, call_after_backward, default_store
 
 _numbers = itertools.count()
@@ -52,9 +52,11 @@ class Session:
         self.states: list[ParamState] = []
         self._root: weakref.ref[nn.Module] | None = None
         self.pool = BufferPool()
-        self.journal = Journal(
-            f"zerofx/{next(_numbers)}", default_store(), dist.get_rank(), dist.get_world_size()
-        )
+        # The `fake` backend, which tests and planning use, has no other ranks to compare with.
+        num_ranks = 1 if dist.get_backend() == "fake" else dist.get_world_size()
+        key = f"zerofx/{next(_numbers)}"
+        self.journal = Journal(key, default_store(), dist.get_rank() % num_ranks, num_ranks)
+        self._watch = Watch(self.journal, config.hang_timeout)
         self._world = _world_comm(self.mesh, device)
         self.sharded, self.replicated = self._domains()
         self._no_sync_depth = 0
@@ -155,7 +157,7 @@ class Session:
         stale = [buffer for buffer in buffers if self._buffer_versions.get(buffer) != _mark(buffer)]
         if stale and self.world.size > 1:
             self.journal.record("broadcast", f"{len(stale)} buffers")
-            with torch.no_grad():
+            with torch.no_grad(), self._watch.explained():
                 collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
         self.buffers_agree(stale)
 
@@ -167,11 +169,17 @@ class Session:
         self._backward = -1
         if not self.holds_gradients_back():
             self._flush_pending()
-            if self.sharded.shard_comm and self.sharded.shard_comm.algorithms.untagged:
+            if not self._all_tagged():
                 self.journal.check_step()
         for state in self.states:
             if state.pending_grad is not None:
                 state.mark_grad()
+
+    def _all_tagged(self) -> bool:
+        """Whether ranks out of step can only hang: every collective is made of tagged messages."""
+        axis = self.sharded.shard_comm
+        mixing = self.sharded.replica_comm or any(s.domain is self.replicated for s in self.states)
+        return axis is not None and not axis.algorithms.untagged and not mixing
 
     def _flush_pending(self) -> None:
         """Exchange sums of parameters that the last backward of an accumulation did not use."""
@@ -182,18 +190,10 @@ class Session:
                 local_tensor(state.param.grad).add_(state.domain.reduce_wait(pending, state.shard))
 
     def _wait_for(self, work: Any) -> None:
-        if self.device.type != "cpu":
+        if self.device.type == "cpu":
+            self._watch.wait(work)
+        else:
             work.wait()
-            return
-        patience = datetime.timedelta(seconds=self.config.hang_timeout)
-        while True:
-            try:
-                work.wait(patience)
-                return
-            except RuntimeError as error:
-                if work.is_completed() or "imed out" not in str(error):
-                    raise
-                self.journal.explain_hang()
 
     def _domains(self) -> tuple[Domain, Domain]:
         shard, replica = _axis_comms(self.mesh, self.device)
@@ -252,5 +252,3 @@ def _axis_comms(mesh: DeviceMesh, device: torch.device) -> tuple[Comm, Comm | No
     if mesh.ndim == 1:
         return make_comm(mesh.get_group(), device), None
     return make_comm(mesh.get_group(1), device), make_comm(mesh.get_group(0), device)
-
-

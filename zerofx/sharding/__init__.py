@@ -1,0 +1,4 @@
+"""Parameters: turning a plain model into a sharded one, and what held it before.
+
+Touches `nn.Parameter`s and modules. Modules: shard, classes, old_handles, refuse.
+"""

@@ -30,9 +30,7 @@ def bind(module: nn.Module, states: dict[str, ParamState]) -> None:
     """Give `module` the generated class of its type, and its parameters' states."""
     known = module.__dict__.setdefault(_STATES, {})
     known.update(states)
-    module.__dict__[_HANDLES] = {
-        name: state.spec.layout.handle for name, state in known.items()
-    }
+    module.__dict__[_HANDLES] = {name: state.spec.layout.handle for name, state in known.items()}
     base = plain_class(type(module))
     module.__class__ = _sharded_class(base, tuple(sorted(known)))
     if isinstance(module, nn.RNNBase):

@@ -47,9 +47,7 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
     ]
     for applies, problem, remedy in rules:
-        offenders = [
-            f"{name} ({_kind(param)})" for name, param in listed if applies(param)
-        ]
+        offenders = [f"{name} ({_kind(param)})" for name, param in listed if applies(param)]
         if offenders:
             raise UnsupportedError(f"parameters {problem}", remedy, offenders)
     devices = {str(param.device) for _, param in listed}

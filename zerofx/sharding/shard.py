@@ -155,9 +155,7 @@ def _from_rank_zero(value: Tensor, session: Session) -> None:
         dist.broadcast(wire, comm.ranks[0], group=comm.group)
 
 
-def _install(
-    model: nn.Module, replaced: dict[int, tuple[nn.Parameter, ParamState]]
-) -> None:
+def _install(model: nn.Module, replaced: dict[int, tuple[nn.Parameter, ParamState]]) -> None:
     for module in model.modules():
         mine = {
             name: replaced[id(param)][1]

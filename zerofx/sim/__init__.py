@@ -1,0 +1,4 @@
+"""Referees that need no hardware. Modules: lockstep.
+
+Shares nothing with the runtime, so that each can be checked against the other.
+"""

@@ -1,0 +1,184 @@
+"""`Watch`: a thread that notices when this rank waits too long, and says why.
+
+gloo closes every connection when a wait for a message times out, so a rank that waited with a
+time-out would lose a peer that is merely slow. The rank waits without one, and this thread looks
+on. Only when the journals prove that ranks issued different collectives does it use that very
+time-out to end the wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zerofx.errors import DivergedError
+from zerofx.runtime.journal import Journal
+from zerofx.torch_private import is_message
+
+_log = logging.getLogger(__name__)
+_TICK = datetime.timedelta(milliseconds=1)
+_GRACE_SECONDS = 2.0
+_ELSEWHERE = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__)
+)
+
+
+class Watch:
+    """Waits for collectives of one sharded model.
+
+    Args:
+        journal: what this rank issued.
+        patience: seconds of waiting before journals are compared.
+    """
+
+    def __init__(self, journal: Journal, patience: float) -> None:
+        self._journal = journal
+        self._patience = patience
+        self._waiting: tuple[Any, float] | None = None
+        self._found: DivergedError | None = None
+        self._warned = False
+        self._place = ""
+        self._owner = threading.get_ident()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective on the CPU.
+
+        Raises:
+            DivergedError: the ranks issued different collectives.
+        """
+        self._start()
+        self._owner = threading.get_ident()
+        self._waiting = (work, time.monotonic())
+        try:
+            with self.explained():
+                self._wait_until_found(work)
+        finally:
+            self._waiting = None
+            self._warned = False
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn the failure of a collective into a diff, if ranks issued different ones.
+
+        Raises:
+            DivergedError: they did.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, DivergedError):
+                raise
+            if self._found is None:
+                self._compare_again()
+            if self._found is not None:
+                raise self._found from error
+            raise
+
+    def stop(self) -> None:
+        """End the thread; a daemon in C++ at interpreter exit would abort the process."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_GRACE_SECONDS)
+
+    def _start(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        pause = self._patience / 2
+        self._thread = threading.Thread(
+            target=_look_on, args=(weakref.ref(self), self._stop, pause), daemon=True
+        )
+        self._thread.name = "zerofx watch"
+        self._thread.start()
+        _running.add(self)
+
+    def _wait_until_found(self, work: Any) -> None:
+        if is_message(work):
+            work.wait()
+            return
+        patience = datetime.timedelta(seconds=self._patience)
+        while True:
+            try:
+                work.wait(patience)
+                return
+            except RuntimeError as error:
+                late = not work.is_completed() and "imed out" in str(error)
+                if not late or self._found is not None:
+                    raise
+
+    def _look(self) -> None:
+        waiting = self._waiting
+        if waiting is None or time.monotonic() - waiting[1] < self._patience:
+            self._journal.answer(self._describe_place())
+            return
+        try:
+            late = self._journal.explain_hang(self._describe_place())
+        except DivergedError as error:
+            self._found = error
+            _interrupt(waiting[0])
+            return
+        if late and not self._warned:
+            self._warned = True
+            _log.warning("waiting in %s; %s", self._journal.last(), "; ".join(late))
+
+    def _compare_again(self) -> None:
+        """Compare journals for a while: the other ranks may be about to publish theirs."""
+        give_up = time.monotonic() + min(self._patience, _GRACE_SECONDS)
+        while self._found is None and time.monotonic() < give_up:
+            try:
+                self._journal.explain_hang()
+            except DivergedError as error:
+                self._found = error
+            except RuntimeError:
+                return  # the store went away with the rank that held it
+            time.sleep(0.05)
+
+    def _describe_place(self) -> str:
+        """The line of the user's program that the watched thread is at."""
+        frame = sys._current_frames().get(self._owner)
+        while frame is not None and frame.f_code.co_filename.startswith((*_ELSEWHERE, "<")):
+            frame = frame.f_back
+        if frame is None:
+            return "somewhere"
+        return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _look_on(watched: weakref.ref[Watch], stop: threading.Event, pause: float) -> None:
+    while not stop.wait(pause):
+        watch = watched()
+        if watch is None:
+            return
+        try:
+            watch._look()
+        except RuntimeError as error:
+            _log.debug("the watch ends: %s", error)
+            return
+        del watch
+
+
+def _interrupt(work: Any) -> None:
+    """Let a wait in another thread fail: a time-out closes the connections it waits on."""
+    if is_message(work):
+        with contextlib.suppress(RuntimeError):
+            work.wait(_TICK)
+
+
+_running: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for watch in list(_running):
+        watch.stop()
