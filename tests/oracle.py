@@ -84,13 +84,39 @@ def train(
     sizes = [rows] * world_size if isinstance(rows, int) else list(rows)
     model = make(name, dtype, seed=rank if rank_seeds and how != "single" else 0)
     run, opt = _prepare(name, how, model, optimizer, dict(options or {}), optimizer_first)
+    def inputs(number: int) -> dict[int, Batch]:
+        return {r: batch(name, r, number, dtype, rows=sizes[r]) for r in ranks}
+
+    return fit(model, run, opt, inputs, steps=steps, clip=clip, micro_batches=micro_batches)
+
+
+def fit(
+    model: nn.Module,
+    run: Callable[..., Tensor],
+    opt: Optimizer,
+    inputs: Callable[[int], Mapping[int, Batch]],
+    *,
+    steps: int = 5,
+    clip: float | None = None,
+    micro_batches: int = 1,
+) -> Result:
+    """The loop of `train`, for a model that is ready.
+
+    Args:
+        model: owns the parameters.
+        run: called with a batch, returns the loss.
+        opt: its optimizer.
+        inputs: for the number of a backward pass, the batch of each rank that this process plays.
+        steps: number of optimizer steps.
+        clip: as for `train`.
+        micro_batches: as for `train`.
+    """
     result = Result(losses=[], norms=[], params={}, grads={}, buffers={})
     loss = 0.0
     for step in range(steps):
         for micro in range(micro_batches):
             number = step * micro_batches + micro
-            batches = {r: batch(name, r, number, dtype, rows=sizes[r]) for r in ranks}
-            loss = _forward_and_backward(run, batches, number)
+            loss = _forward_and_backward(run, inputs(number), number)
         result["losses"].append(loss)
         result["norms"].append(_norm(model, clip))
         if step == steps - 1:
@@ -226,7 +252,8 @@ def _full(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    # A replicated DTensor returns its own memory.
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _mean_losses(results: Sequence[Result]) -> Tensor:

@@ -15,7 +15,9 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
 from zerofx.runtime.params import local_tensor
 from zerofx.runtime.session import Session
-from zerofx.sharding.shard import cut, session_of, shard_model
+from zerofx.sharding.assignments import drop_unowned
+from zerofx.sharding.rows import cut
+from zerofx.sharding.shard import session_of, shard_model
 from zerofx.torch_private import unwrap_compiled
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -72,6 +74,7 @@ def unshard(model: nn.Module, *, writeback: bool = True) -> Iterator[dict[str, T
         ShardingError: the model is not sharded.
     """
     session = _session(model)
+    drop_unowned(session)
     with torch.no_grad():
         values = {
             state.spec.name: cast(DTensor, state.param).detach().full_tensor().clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,6 +14,10 @@ from zerofx.errors import ConfigError
 
 Stage = Literal[0, 1, 2, 3]
 Inner = Literal["inductor", "eager"]
+
+
+def _dump_from_environment() -> str:
+    return os.environ.get("ZEROFX_DUMP", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,8 @@ class ZeroConfig:
         passes: extra passes (instances), appended to the pipeline.
         hang_timeout: seconds that a rank waits in a collective before it compares its
             program with the other ranks' and reports the difference.
+        dump: folder into which rank 0 writes every program as text, after each pass; by default
+            the environment variable ZEROFX_DUMP. Empty: nothing is written.
     """
 
     stage: Stage = 3
@@ -52,6 +59,7 @@ class ZeroConfig:
     disable: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
     hang_timeout: float = 10.0
+    dump: str = dataclasses.field(default_factory=_dump_from_environment, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))

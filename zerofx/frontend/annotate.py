@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
-from zerofx.ir.facts import Facts, Role, set_facts
+from zerofx.ir.facts import Facts, Role, facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
 from zerofx.ir.view import alias_closure, identity_source
@@ -92,6 +92,23 @@ def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:
         if is_call(node, UNSHARD):
             _refuse_writes(node)
     return params
+
+
+def annotate_saved(forward: fx.Graph, backward: fx.Graph, num_user_outputs: int) -> None:
+    """Name what forward keeps for backward: activations become values of their own.
+
+    Args:
+        forward: returns the user's outputs, then what is saved.
+        backward: takes it under the same node names.
+        num_user_outputs: number of the user's outputs.
+    """
+    outputs: Any = forward.output_node().args[0]
+    saved = {node.name: node for node in outputs[num_user_outputs:] if isinstance(node, fx.Node)}
+    for node in backward.nodes:
+        if node.op == "placeholder" and node.name in saved:
+            known = facts(saved[node.name])
+            if known.role is Role.COMPUTE:
+                set_facts(node, dataclasses.replace(known, role=Role.SAVED))
 
 
 def _states_by_param() -> dict[int, ParamState]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ from zerofx.frontend import step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.roots import find_root, refuse_running_wrappers
+from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
+from zerofx.sharding import assignments
 from zerofx.sharding.shard import shard_model
 from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
 
 step_guard.install()
+assignments.install()
 
 Compiled = Callable[..., Any]
 
@@ -87,7 +90,12 @@ def _shard_and_compile(
         _refuse_without_group()
         shard_model(find_root(plain), config)
         restart_dynamo()
+    find_missing_roots(step_guard.live_sessions())
     described = describe_inputs(inputs)
+    if described.session is not None and not options:
+        # Sharded by zerofx.shard, whose options hold wherever the model is compiled.
+        config = dataclasses.replace(described.session.config, stage=stage)
+        compiler = SegmentCompiler(config.inner, _patches(config, mode))
     _check_options(described, config)
     return Capture(config, described, compiler).compile(module, inputs)
 

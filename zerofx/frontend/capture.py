@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 
 from zerofx.config import ZeroConfig
-from zerofx.frontend.annotate import GraphInputs, annotate
+from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
+from zerofx.frontend.dump import Dump
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.ir.cut import verify_cut
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.pipelines import pipeline
 from zerofx.torch_private import inductor_joint_passes, min_cut, trace_and_compile
+
+_numbers = itertools.count()
 
 
 class Capture:
@@ -38,6 +44,7 @@ class Capture:
         self.programs: dict[Region, Program] = {}
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
+        self._dump = Dump(config.dump, next(_numbers)) if config.dump and _is_first_rank() else None
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
@@ -58,25 +65,40 @@ class Capture:
             inductor_joint_passes(joint, joint_inputs)
         self._num_user_outputs = num_fwd_outputs
         self._params = annotate(joint.graph, self.inputs)
-        self._run(joint, Region.JOINT, num_fwd_outputs)
+        whole = self._run(joint, Region.JOINT)
         recompute_parameter_values(joint.graph)
         forward, backward = min_cut(joint, joint_inputs, num_fwd_outputs, options)
         order_opaque_values(forward, backward, num_fwd_outputs)
+        if self.config.verify and self.passes:
+            halves = (
+                self._program(forward, Region.FORWARD),
+                self._program(backward, Region.BACKWARD),
+            )
+            verify_cut(whole, *halves)
+        annotate_saved(forward.graph, backward.graph, num_fwd_outputs)
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.inner == "inductor":
             inductor_joint_passes(module, inputs)
         self._params = annotate(module.graph, self.inputs)
-        self._num_user_outputs = len(Program(Region.INFERENCE, module, {}, 0, 0).outputs)
+        self._num_user_outputs = len(self._program(module, Region.INFERENCE).outputs)
         return self._lower(module, Region.INFERENCE)
 
     def _lower(self, module: fx.GraphModule, region: Region) -> Callable[..., Any]:
-        program = self._run(module, region, self._num_user_outputs)
-        return lower(program, self.compiler)
+        return lower(self._run(module, region), self.compiler)
 
-    def _run(self, module: fx.GraphModule, region: Region, num_user_outputs: int) -> Program:
-        program = Program(region, module, self._params, self.config.stage, num_user_outputs)
-        run_passes(program, self.passes, check=self.config.verify)
+    def _run(self, module: fx.GraphModule, region: Region) -> Program:
+        program = self._program(module, region)
+        if self._dump is not None:
+            self._dump(program, "traced", None)
+        run_passes(program, self.passes, check=self.config.verify, observer=self._dump)
         self.programs[region] = program
         return program
+
+    def _program(self, module: fx.GraphModule, region: Region) -> Program:
+        return Program(region, module, self._params, self.config.stage, self._num_user_outputs)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

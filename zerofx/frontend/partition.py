@@ -13,6 +13,8 @@ from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.torch_private import must_recompute_tag
 
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
     """Tag forward nodes whose tensor ancestors are all parameters or constants.
@@ -65,8 +67,9 @@ def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_u
     values = list(output.args[0])  # pyright: ignore[reportArgumentType]
     saved = values[num_user:]
     output.args = (tuple(values[:num_user] + sorted(saved, key=_forward_place)),)
-    inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
-    after = next(node for node in [*inputs[len(saved) :], *backward.graph.nodes] if _follows(node))
+    nodes = list(backward.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    after = nodes[len(saved)]
     for node in inputs[: len(saved)]:
         if _is_opaque(node):
             after.prepend(node)
@@ -77,7 +80,7 @@ def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_u
 def _forward_place(saved: fx.Node) -> int:
     if _is_opaque(saved):
         return 1
-    return 2 if is_symbol(saved) else 0
+    return 2 if isinstance(saved.meta.get("val"), _SYMBOLS) else 0
 
 
 def _is_opaque(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerofx.errors import ShardingError
+from zerofx.runtime.session import Session
 from zerofx.sharding.refuse import refuse_wrappers
 from zerofx.torch_private import unwrap_compiled
 
@@ -56,6 +58,21 @@ def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
         )
     _refuse_used(root, frames)
     return root
+
+
+def find_missing_roots(sessions: Iterable[Session]) -> None:
+    """Find the model of each session that was copied or unpickled: it says nothing of its root.
+
+    It is the smallest live module that owns every parameter of the session.
+    """
+    for session in sessions:
+        if session.root() is not None or not session.states:
+            continue
+        wanted = {id(state.param) for state in session.states}
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+        owners = [module for module in modules if wanted <= _owned(module)]
+        if owners:
+            session.set_root(min(owners, key=lambda module: len(list(module.modules()))))
 
 
 def refuse_running_wrappers() -> None:

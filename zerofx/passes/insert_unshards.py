@@ -12,15 +12,32 @@ from zerofx.ir.facts import Facts, Role, facts
 from zerofx.ir.ops import UNSHARD, UNSHARD_START, UNSHARD_WAIT
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
-from zerofx.ir.view import positions
+from zerofx.ir.view import alias_closure, positions, readers
 from zerofx.passes.base import Pass
 
 
 @dataclasses.dataclass(frozen=True)
-class UnshardPlan:
-    """Markers, the first reader before which each gather goes, and what it sends."""
+class Gather:
+    """One gather.
 
-    gathers: tuple[tuple[fx.Node, fx.Node, int], ...]
+    Attributes:
+        marker: what it replaces.
+        first: the first node that computes with the value; the gather goes before it.
+        views: views of the value that come earlier; they move along.
+        wire_bytes: bytes that this rank sends.
+    """
+
+    marker: fx.Node
+    first: fx.Node
+    views: tuple[fx.Node, ...]
+    wire_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnshardPlan:
+    """Gathers, and markers of parameters that are whole on every rank."""
+
+    gathers: tuple[Gather, ...]
     whole: tuple[fx.Node, ...]
 
 
@@ -45,17 +62,21 @@ class InsertUnshards(Pass):
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> UnshardPlan:
-        """Place every gather before its first reader."""
+        """Place every gather before its first reader that is no view."""
         place = positions(program.graph)
-        gathers: list[tuple[fx.Node, fx.Node, int]] = []
+        gathers: list[Gather] = []
         whole: list[fx.Node] = []
         for node in program.calls(UNSHARD):
             spec = program.spec(node)
             if spec is not None and not spec.layout.sharded:
                 whole.append(node)
             else:
-                first = min(node.users, key=lambda user: place[user], default=node)
-                gathers.append((node, first, _wire_bytes(spec)))
+                views = set(alias_closure(node)) - {node}
+                computing = [user for user in readers(node) if user not in views]
+                first = min(computing, key=lambda user: place[user], default=node)
+                early = sorted(views, key=lambda view: place[view])
+                moved = tuple(view for view in early if place[view] < place[first])
+                gathers.append(Gather(node, first, moved, _wire_bytes(spec)))
         return UnshardPlan(tuple(gathers), tuple(whole))
 
     def apply(self, edit: Editor, plan: UnshardPlan) -> None:
@@ -64,14 +85,20 @@ class InsertUnshards(Pass):
             shard = node.args[0]
             assert isinstance(shard, fx.Node)
             edit.replace(node, shard)
-        for node, first, wire_bytes in plan.gathers:
-            shard, size, layout = node.args
+        for gather in plan.gathers:
+            shard, size, layout = gather.marker.args
             record = dataclasses.replace(
-                facts(node), role=Role.UNSHARD, axis="shard", wire_bytes=wire_bytes
+                facts(gather.marker),
+                role=Role.UNSHARD,
+                axis="shard",
+                wire_bytes=gather.wire_bytes,
             )
-            start = edit.call_before(first, UNSHARD_START, (shard, size, layout), record)
+            start = edit.call_before(gather.first, UNSHARD_START, (shard, size, layout), record)
             full = edit.call_after(start, UNSHARD_WAIT, (start, size), _full(record))
-            edit.replace(node, full)
+            edit.replace(gather.marker, full)
+        for gather in plan.gathers:
+            for view in gather.views:
+                edit.move_before(view, gather.first)
 
 
 def _full(record: Facts) -> Facts:

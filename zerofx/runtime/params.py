@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -152,13 +153,36 @@ def make_state(
         fill: writes the values into the shard and, if resident, the unpadded full value (1-D).
         like: dtype and device.
     """
-    number = len(domain.session.states)
+    number = _next_index(domain.session)
     spec = ParamSpec(name, number, full_shape, like.dtype, requires_grad, domain.layout, tied)
     buffer, shard = _allocate(spec, domain.shard_rank, like)
     resident = buffer is not None and spec.layout.resident
     fill(shard, buffer[: spec.numel] if resident and buffer is not None else None)
     param = nn.Parameter(as_dtensor(shard, full_shape, domain), requires_grad=requires_grad)
     return ParamState(spec, domain, param, buffer)
+
+
+def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
+    """Make a `DTensor` parameter that lies as `domain`'s do one of the model.
+
+    The object stays the same; its shard moves into a padded buffer.
+    """
+    local = local_tensor(param)
+    shape, trainable = param.shape, param.requires_grad
+    index = _next_index(domain.session)
+    spec = ParamSpec(name, index, shape, param.dtype, trainable, domain.layout)
+    buffer, shard = _allocate(spec, domain.shard_rank, local)
+    if buffer is not None:
+        with torch.no_grad():
+            shard.copy_(local.reshape(shard.shape))
+        cast(DTensor, param)._local_tensor = shard
+    state = ParamState(spec, domain, param, buffer)
+    state.dirty = True
+    return state
+
+
+def _next_index(session: Session) -> int:
+    return 1 + max((state.spec.index for state in session.states), default=-1)
 
 
 def rebuild_state(
@@ -174,6 +198,13 @@ def rebuild_state(
     """The state of a copied or unpickled parameter."""
 
     def fill(shard: Tensor, _: Tensor | None) -> None:
+        if shard.shape != values.shape:
+            raise ShardingError(
+                f"the copied shard of {name} has shape {tuple(values.shape)}; this one of "
+                f"{session.world.size} ranks holds {tuple(shard.shape)}",
+                "unpickle a sharded model on as many ranks as pickled it; to change their number, "
+                "save model.state_dict() with torch.distributed.checkpoint",
+            )
         shard.copy_(values)
 
     domain = session.domain_for(full_shape)

@@ -45,17 +45,21 @@ class Session:
         journal: the collectives issued so far.
     """
 
-    def __init__(self, config: ZeroConfig, device: torch.device) -> None:
+    def __init__(
+        self, config: ZeroConfig, device: torch.device, copied: Session | None = None
+    ) -> None:
         self.config = config
         self.device = device
-        self.mesh = _mesh(config, device)
+        self.mesh = _mesh(config, device) if copied is None else copied.mesh
         self.states: list[ParamState] = []
         self._root: weakref.ref[nn.Module] | None = None
         self.pool = BufferPool()
         # The `fake` backend, which tests and planning use, has no other ranks to compare with.
         num_ranks = 1 if dist.get_backend() == "fake" else dist.get_world_size()
-        key = f"zerofx/{next(_numbers)}"
-        self.journal = Journal(key, default_store(), dist.get_rank() % num_ranks, num_ranks)
+        # One rank may copy a model alone: numbers of new models stay in step all the same.
+        self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
+        self._num_copies = 0
+        self.journal = Journal(self.key, default_store(), dist.get_rank() % num_ranks, num_ranks)
         self._watch = Watch(self.journal, config.hang_timeout)
         self._world = _world_comm(self.mesh, device)
         self.sharded, self.replicated = self._domains()
@@ -67,6 +71,14 @@ class Session:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
         return Session, (self.config, self.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return Session(self.config, self.device, self)
+
+    def next_copy(self) -> str:
+        """Key of the next copy of this model."""
+        self._num_copies += 1
+        return f"{self.key}/copy{self._num_copies}"
 
     @property
     def world(self) -> Comm:

@@ -8,8 +8,10 @@ parameter reads as its full value. Everywhere else it reads as the `nn.Parameter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.ir.ops import UNSHARD
-from zerofx.runtime.handles import live_domains
 from zerofx.runtime.params import ParamState
+from zerofx.sharding.rows import cut
 from zerofx.torch_private import backward_id, skip_frames_of
 
 _HANDLES = "_zerofx_layouts"
@@ -28,11 +30,31 @@ _CALL_FILE = nn.Module._call_impl.__code__.co_filename
 
 def bind(module: nn.Module, states: dict[str, ParamState]) -> None:
     """Give `module` the generated class of its type, and its parameters' states."""
+    if not is_bound(module):
+        module.register_load_state_dict_pre_hook(_cut_loaded)
     known = module.__dict__.setdefault(_STATES, {})
     known.update(states)
+    _follow(module)
+
+
+def unbind(module: nn.Module, names: Iterable[str]) -> list[ParamState]:
+    """Forget parameters that `module` no longer owns, or that are about to be replaced.
+
+    Returns:
+        Their states.
+    """
+    known = module.__dict__[_STATES]
+    gone = [known.pop(name) for name in names if name in known]
+    if gone:
+        _follow(module)
+    return gone
+
+
+def _follow(module: nn.Module) -> None:
+    """Let class and layouts agree with the states."""
+    known = module.__dict__[_STATES]
     module.__dict__[_HANDLES] = {name: state.spec.layout.handle for name, state in known.items()}
-    base = plain_class(type(module))
-    module.__class__ = _sharded_class(base, tuple(sorted(known)))
+    module.__class__ = _sharded_class(plain_class(type(module)), tuple(sorted(known)))
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
 
@@ -74,24 +96,30 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
         __doc__=base.__doc__,
         __reduce_ex__=_reduce_ex,
         __setstate__=_setstate,
-        register_parameter=_register_parameter,
+        __delattr__=_delattr,
         _zerofx_base=base,
     )
     if issubclass(base, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, _ignore)
-    return _subclass_quietly(base, body)
+    with _quiet(base):
+        return type(base)(base.__name__, (base,), body)
 
 
-def _subclass_quietly(base: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
-    """A subclass of `base` without running its `__init_subclass__`.
+@contextlib.contextmanager
+def _quiet(base: type[nn.Module]) -> Iterator[None]:
+    """Keep the user's `__init_subclass__` from running for a generated class.
 
     That hook may want arguments, or register the class; it ran for the user's class already.
     """
-    if "__slots__" in base.__dict__ or base.__init_subclass__ is nn.Module.__init_subclass__:
-        return type(base)(base.__name__, (base,), body)
-    made = type(base)(base.__name__, (nn.Module,), body)
-    made.__bases__ = (base,)
-    return made
+    own = vars(base).get("__init_subclass__")
+    base.__init_subclass__ = classmethod(lambda cls, **kwargs: None)  # pyright: ignore
+    try:
+        yield
+    finally:
+        if own is None:
+            del base.__init_subclass__
+        else:
+            base.__init_subclass__ = own
 
 
 def _parameter_property(name: str) -> property:
@@ -99,8 +127,8 @@ def _parameter_property(name: str) -> property:
         param = self._parameters.get(name, _ABSENT)
         if param is _ABSENT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if param is None or name not in self._zerofx_layouts:
-            return param
+        if not isinstance(param, DTensor) or name not in self._zerofx_layouts:
+            return param  # functional_call puts plain values here
         if torch.compiler.is_compiling():
             return read_full(param, self._zerofx_layouts[name])
         return _read_eagerly(param, self._zerofx_layouts[name]) if _in_forward() else param
@@ -124,23 +152,23 @@ def _in_forward() -> bool:
     return False
 
 
-def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    plain_class(type(self)).register_parameter(self, name, param)
-    states = self.__dict__[_STATES]
-    state = _state_of(param)
-    if state is None:
-        states.pop(name, None)
-        self.__dict__[_HANDLES].pop(name, None)
-    else:
-        bind(self, {name: state})
+# Guards may read a property while Dynamo watches for frames to compile.
+skip_frames_of(_in_forward)
+skip_frames_of(backward_id)
 
 
-def _state_of(param: Tensor | None) -> ParamState | None:
-    for domain in live_domains():
-        for state in domain.session.states:
-            if state.param is param:
-                return state
-    return None
+def _delattr(self: nn.Module, name: str) -> None:
+    plain_class(type(self)).__delattr__(self, name)
+    unbind(self, [name])
+
+
+def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: each rank takes its rows of plain full values."""
+    for name, state in bound_states(module).items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            if value.shape == state.spec.shape:
+                state_dict[prefix + name] = cut(value, state)
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
-from zerofx.runtime.domain import Domain
-from zerofx.runtime.params import ParamState, as_dtensor, make_state
+from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
 from zerofx.sharding import old_handles
+from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.classes import bind, bound_states
+from zerofx.sharding.rows import cut, own_rows
 from zerofx.sharding.refuse import refuse_parameters, refuse_wrappers
 
 
@@ -35,6 +36,8 @@ def shard_model(model: nn.Module, config: ZeroConfig) -> Session:
     """
     refuse_wrappers(model.modules())
     session = session_of(model)
+    if session is not None:
+        drop_unowned(session)
     known = {id(state.param) for state in session.states} if session else set()
     names = _names_by_parameter(model, known)
     olds = {id(param): param for _, param in model.named_parameters() if id(param) in names}
@@ -83,17 +86,6 @@ def session_of(model: nn.Module) -> Session | None:
     return next(iter(sessions.values()), None)
 
 
-def cut(value: Tensor, state: ParamState) -> Tensor:
-    """This rank's part, as a `DTensor`, of a full value that lies like a parameter.
-
-    Args:
-        value: global shape of the parameter, any dtype, the same on every rank.
-        state: the parameter.
-    """
-    mine = _own_rows(value, state.domain).clone(memory_format=torch.contiguous_format)
-    return as_dtensor(mine, value.shape, state.domain)
-
-
 def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -125,7 +117,7 @@ def _shard_parameter(old: nn.Parameter, names: list[str], session: Session) -> P
     domain = session.domain_for(full.shape)
 
     def fill(shard: Tensor, resident: Tensor | None) -> None:
-        shard.copy_(_own_rows(full, domain))
+        shard.copy_(own_rows(full, domain))
         if resident is not None:
             resident.copy_(full.reshape(-1))
 
@@ -136,14 +128,6 @@ def _shard_parameter(old: nn.Parameter, names: list[str], session: Session) -> P
         state.param.grad = cut(old.grad, state)
     old_handles.move_attributes(old, state.param)
     return state
-
-
-def _own_rows(full: Tensor, domain: Domain) -> Tensor:
-    if not domain.layout.sharded:
-        return full.detach()
-    chunk = -(-full.shape[0] // domain.layout.num_shards)
-    start = min(domain.shard_rank * chunk, full.shape[0])
-    return full.detach()[start : start + chunk]
 
 
 def _from_rank_zero(value: Tensor, session: Session) -> None:

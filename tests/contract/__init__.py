@@ -1,0 +1,1 @@
+"""What users rely on: the one line, nothing wrong in silence, old handles stay good."""

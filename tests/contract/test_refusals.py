@@ -1,0 +1,232 @@
+"""Point 1: what cannot be sharded is refused by name, with a remedy, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Adafactor
+
+import zerofx
+from tests.contract.loops import (
+    FAST,
+    STAGES,
+    Net,
+    close,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    refused,
+    still_plain,
+    train,
+)
+from tests.ranks import run_ranks
+from zerofx.errors import ConfigError, ShardingError, UnsupportedError
+
+
+class _Odd(Net):
+    """One more parameter, of a kind given."""
+
+    def __init__(self, extra: Tensor, trainable: bool = False) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(extra, requires_grad=trainable)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + 0 * self.extra.sum().real.to_dense()
+
+
+def _parameters() -> None:
+    cases: list[tuple[Tensor, str]] = [
+        (torch.zeros(3, dtype=torch.complex64), "complex64"),
+        (torch.zeros(3, dtype=torch.int8), "int8"),
+        (torch.eye(3).to_sparse(), "sparse"),
+    ]
+    for extra, word in cases:
+        model = net(lambda extra=extra: _Odd(extra))
+        with refused("extra", word, kind=UnsupportedError):
+            zerofx.shard(model, config(3))
+        still_plain(model)
+        if word != "sparse":  # Dynamo itself has no sparse inputs
+            with refused("extra", word, kind=UnsupportedError):
+                compiled(model, 3)(*data(0))
+            still_plain(model)
+
+
+def test_parameters_that_are_not_real_and_dense() -> None:
+    run_ranks(2, _parameters)
+
+
+def _places() -> None:
+    with torch.device("meta"):
+        nowhere = Net()
+    with refused("first.weight", "meta device", "to_empty", kind=UnsupportedError):
+        compiled(nowhere, 3)(*(value.to("meta") for value in data(0)))
+    nowhere.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in nowhere.parameters():
+            param.zero_()
+    still_plain(nowhere)
+    mixed = net()
+    with FakeTensorMode():
+        mixed.last = nn.Linear(13, 5, device="cuda")
+    with refused("last.weight (cuda:0)", "first.weight (cpu)", "model.to", kind=UnsupportedError):
+        zerofx.shard(mixed, config(3))
+    mixed.last = nn.Linear(13, 5)
+    still_plain(mixed)
+    lazy = nn.Sequential(nn.LazyLinear(5))
+    with refused("0.weight", "not initialised", kind=UnsupportedError):
+        zerofx.shard(lazy, config(3))
+    lazy(data(0)[0]).sum().backward()
+
+
+def test_meta_mixed_devices_and_lazy_parameters() -> None:
+    run_ranks(2, _places)
+
+
+def _others() -> None:
+    for wrap in (lambda m: DistributedDataParallel(compiled(m, 3)), _compiled_ddp):
+        model = net()
+        wrapped = wrap(model)
+        with refused("DistributedDataParallel", "plain model", kind=UnsupportedError):
+            wrapped(*data(0))
+        still_plain(model)
+    with refused("DistributedDataParallel", kind=UnsupportedError):
+        zerofx.shard(DistributedDataParallel(net()), config(3))
+    model = fully_shard(net())
+    with refused("FSDP", "plain model", kind=UnsupportedError):
+        zerofx.shard(model, config(3))
+    with refused("FSDP", "plain model", kind=UnsupportedError):
+        compiled(model, 3)(*data(0))
+    model, mesh = net(), init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(model.first.weight.detach(), mesh, [Shard(0)])
+    model.first.weight = nn.Parameter(weight)
+    with refused("first.weight", "DTensors already", kind=UnsupportedError):
+        zerofx.shard(model, config(3))
+
+
+def _compiled_ddp(model: nn.Module) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(DistributedDataParallel(model), backend="zero3", options=FAST)
+
+
+def test_models_that_are_distributed_already() -> None:
+    run_ranks(2, _others)
+
+
+def _groups() -> None:
+    model = net()
+    with patch.object(dist, "get_backend", return_value="mpi"):
+        with refused("MPI", "gloo", kind=UnsupportedError):
+            compiled(model, 3)(*data(0))
+    still_plain(model)
+    inputs = data(0)
+    with patch.object(dist, "is_initialized", return_value=False):
+        with refused("no default process group", "init_process_group", kind=UnsupportedError):
+            compiled(model, 3)(*inputs)
+    still_plain(model)
+    train(compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_process_groups() -> None:
+    run_ranks(2, _groups)
+
+
+def _optimizers() -> None:
+    for kind in (LBFGS, Adafactor):
+        model = net()
+        optimizer = kind(model.parameters())
+        with refused(kind.__name__, kind=UnsupportedError):
+            compiled(model, 3)(*data(0))
+        still_plain(model)
+        del optimizer
+        run = compiled(model, 3)
+        run(*data(0)).backward()
+        optimizer, before = kind(model.parameters()), full(model.first.weight)
+        with refused(kind.__name__, kind=UnsupportedError):
+            optimizer.step(lambda: torch.zeros(()))
+        close(full(model.first.weight), before, "first.weight", 0)
+
+
+def test_optimizers_that_need_whole_parameters() -> None:
+    run_ranks(2, _optimizers)
+
+
+def _options() -> None:
+    model = net()
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"min_shard_numle": 3}, ("min_shard_numle", "did you mean 'min_shard_numel'")),
+        ({"stage": 2}, ("stage",)),
+        ({"config": zerofx.ZeroConfig(stage=2)}, ('backend="zero3"', "stage=2", '"zero2"')),
+        ({"config": 3}, ("config=3", "ZeroConfig")),
+        ({"inner": "triton"}, ("inner='triton'",)),
+        ({"replicate": 3}, ("replicate=3", "divisor")),
+        ({"disable": ("nothing",)}, ("nothing", "merge_unshards")),
+    ]
+    for options, words in cases:
+        torch._dynamo.reset()
+        kind = UnsupportedError if "replicate" in options else ConfigError
+        run = torch.compile(copy.deepcopy(model), backend="zero3", options=options)
+        with refused(*words, kind=kind):
+            run(*data(0))
+    zerofx.shard(model, config(2))
+    for stage, words in ((3, "stage=2"), (2, "accumulate=4")):
+        torch._dynamo.reset()
+        options = {**FAST, **({"accumulate": 4} if stage == 2 else {})}
+        with refused("was sharded with", words, kind=UnsupportedError):
+            torch.compile(model, backend=f"zero{stage}", options=options)(*data(0))
+    with refused("sharded already", kind=ShardingError):
+        zerofx.shard(model, config(3))
+    with refused("not sharded", "zerofx.shard", kind=ShardingError):
+        zerofx.refresh(net())
+
+
+def test_options() -> None:
+    run_ranks(2, _options)
+
+
+def _transforms() -> None:
+    for stage in STAGES:
+        model, x = net(), data(0)[0]
+        plain = copy.deepcopy(model)
+        zerofx.shard(model, config(stage))
+        given = {name: param.detach() for name, param in plain.named_parameters()}
+        close(
+            torch.func.functional_call(model, given, data(0)),
+            plain(*data(0)),
+            "functional_call with plain values",
+        )
+        mine = {name: param * 1.0 for name, param in model.named_parameters()}
+        got = torch.func.functional_call(model, mine, data(0))
+        close(got, plain(*data(0)), "functional_call with sharded values")
+
+        def loss(params: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+            return torch.func.functional_call(model, params, data(0))
+
+        want = torch.func.grad(loss)(given)
+        plain(*data(0)).backward()
+        for name, param in plain.named_parameters():
+            assert param.grad is not None
+            close(want[name], param.grad, name)
+        with refused("torch.func", "functional_call", kind=UnsupportedError):
+            torch.func.grad(loss)(dict(model.named_parameters()))
+        with refused("torch.func", kind=UnsupportedError):
+            torch.vmap(lambda row: model.first(row).sum())(x)
+        with refused("torch.func", kind=UnsupportedError):
+            torch.func.grad(lambda row: F.tanh(model.first(row)).sum())(x)
+
+
+def test_function_transforms() -> None:
+    run_ranks(2, _transforms)

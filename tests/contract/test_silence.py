@@ -1,0 +1,237 @@
+"""Point 2: nothing trains wrongly in silence, and DDP's contract is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerofx
+from tests.contract.loops import (
+    FAST,
+    STAGES,
+    Net,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    refused,
+    same,
+    sgd,
+    sharded,
+    train,
+    twin,
+)
+from tests.oracle import Result, assert_same
+from tests.oracle import train as train_zoo
+from tests.ranks import run_ranks
+from zerofx.errors import ShardingError, UnreducedGradientError, ZeroFxError
+
+
+class _Breaking(nn.Module):
+    """Dynamo cannot resume after a break inside a loop: it skips the frame of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 9)
+        self.blocks = nn.ModuleList(_BreakingBlock() for _ in range(2))
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y)
+
+
+class _BreakingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        torch._dynamo.graph_break()
+        return x
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(7, 5, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.lstm(x[:, None])[0][:, 0], y)
+
+
+def _never_silent(build: Any, stage: int) -> None:
+    model, ddp = net(build), twin(net(build))
+    with refused("zerofx.shard", kind=ZeroFxError):
+        train(compiled(model, stage), sgd(model), 1)
+    # The remedy that the message gives works.
+    model = net(build)
+    zerofx.shard(model, config(stage))
+    train(compiled(model, stage), sgd(model))
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("build", [_Breaking, _Recurrent])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frames_that_dynamo_skips(build: Any, stage: int) -> None:
+    run_ranks(2, _never_silent, build, stage)
+
+
+def _names_in_the_guard() -> None:
+    model = net()
+    torch._dynamo.reset()
+    # Dynamo compiles no frame of a module of torch's own that is compiled in place.
+    plain = nn.Sequential(nn.Linear(7, 5))
+    plain.compile(backend="zero3", options=FAST)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(data(0)[0]).sum().backward()
+    before = plain[0].weight.detach().clone()
+    with refused("0.weight", "0.bias", "only this rank", kind=UnreducedGradientError):
+        optimizer.step()
+    assert torch.equal(plain[0].weight, before)
+    torch._dynamo.reset()
+    model.first.compile(backend="zero3", options=FAST)
+    with refused("first.weight", "last.bias", kind=UnreducedGradientError):
+        train(model, sgd(model), 1)
+    ddp = twin(net())
+    train(ddp, sgd(ddp))
+
+
+def test_the_step_guard_names_parameters_and_lets_ddp_pass() -> None:
+    run_ranks(2, _names_in_the_guard)
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _blocks_without_root() -> None:
+    model = net()
+    model.last = _Part()
+    model.last.compile(backend="zero3", options=FAST)
+    with refused("_Part", "Net", "zerofx.shard", kind=ShardingError):
+        model(*data(0))
+    assert not sharded(model)
+
+
+def test_blocks_compiled_without_their_root() -> None:
+    run_ranks(2, _blocks_without_root)
+
+
+def _added(stage: int) -> None:
+    model, ddp_model = net(), net()
+    run = compiled(model, stage)
+    run(*data(0)).backward()
+    model.zero_grad()
+    torch.manual_seed(torch.distributed.get_rank())  # rank 0 wins later, too
+    model.last = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5))
+    torch.manual_seed(0)
+    ddp_model.last = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5))
+    ddp = twin(ddp_model)
+    train(run, sgd(model))
+    train(ddp, sgd(ddp))
+    assert sharded(model)
+    same(model, ddp)
+    with zerofx.unshard(model) as values:
+        assert set(values) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_added_later_is_sharded_by_the_next_forward(stage: int) -> None:
+    run_ranks(2, _added, stage)
+
+
+def _assigned(stage: int) -> None:
+    model, ddp_model = net(), net()
+    run = compiled(model, stage)
+    run(*data(0))
+    for one in (model, ddp_model):
+        torch.manual_seed(5)
+        one.first.weight = nn.Parameter(torch.randn(13, 7))
+    optimizer = sgd(model)
+    ddp = twin(ddp_model)
+    train(run, optimizer)
+    train(ddp, sgd(ddp))
+    assert sharded(model)
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_assigned_later_is_sharded_by_the_next_forward(stage: int) -> None:
+    run_ranks(2, _assigned, stage)
+
+
+def _assigned_in_eager() -> None:
+    model = net()
+    zerofx.shard(model, config(3))
+    model.first.weight = nn.Parameter(torch.randn(13, 7))
+    with refused("first.weight", kind=UnreducedGradientError):
+        train(model, sgd(model), 1)
+
+
+def test_a_parameter_assigned_later_in_eager_code_is_caught_at_the_step() -> None:
+    run_ranks(2, _assigned_in_eager)
+
+
+class _Counting(Net):
+    """Buffers that differ between ranks, seen by the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor
+        self.flag: Tensor
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("flag", torch.rand(3) > 0.5)
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.norm(x), y) * self.scale.sum()
+
+
+def _seeds(stage: int) -> None:
+    rank = torch.distributed.get_rank()
+    model, ddp = net(_Counting, seed=rank), twin(net(_Counting))
+    run = compiled(model, stage)
+    run(*data(0))
+    ddp(*data(0))
+    train(run, sgd(model))
+    train(ddp, sgd(ddp))
+    for name, value in ddp.module.named_parameters():
+        assert torch.allclose(full(model.get_parameter(name)), value, atol=1e-6), name
+    assert torch.equal(model.scale, ddp.module.scale) and torch.equal(model.flag, ddp.module.flag)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_0_wins_parameters_and_buffers(stage: int) -> None:
+    run_ranks(2, _seeds, stage)
+
+
+def _both(name: str, stage: int, **kwargs: Any) -> list[Result]:
+    options = {"inner": "eager"}
+    return [
+        train_zoo(name, "ddp", **kwargs),
+        train_zoo(name, f"zero{stage}", options=options, **kwargs),
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_norm_and_batches_of_different_sizes(stage: int) -> None:
+    for name, kwargs in (("cnn", {"rank_seeds": True}), ("mlp", {"rows": [5, 2]})):
+        results = run_ranks(2, _both, name, stage, steps=3, **kwargs)
+        want, got = [ddp for ddp, _ in results], [ours for _, ours in results]
+        assert_same(got, want, rtol=1e-6)
+        assert_same(got, want, rtol=1e-6, keys=["buffers"])

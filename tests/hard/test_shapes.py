@@ -1,0 +1,74 @@
+"""New shapes: recompiles, dynamic shapes, segments full of symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, draw
+from tests.ranks import run_ranks
+
+
+class Attention(nn.Module):
+    """Reshapes whose sizes are products and quotients of the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        flat = mixed.transpose(1, 2).reshape(batch * length, width)
+        pairs = torch.cat([flat, flat]).view(2 * batch * length, width)
+        return self.out(pairs).sum() / (2 * x.numel())
+
+
+_SHAPES = [(4, 6), (4, 6), (3, 6), (3, 5), (5, 9), (1, 7), (4, 6)]
+
+
+def _many_shapes(stage: int, inner: str, **compile_options: Any) -> None:
+    options, rtol = (EAGER, 1e-6) if inner == "eager" else (INDUCTOR, 1e-5)
+    pair = Pair(Attention(), stage, options, rtol=rtol, **compile_options)
+
+    def loss(run: nn.Module, number: int) -> Tensor:
+        return run(draw(*_SHAPES[number], 8, seed=number))
+
+    pair.train(loss, len(_SHAPES))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_sizes_and_lengths(stage: int, dynamic: bool | None) -> None:
+    run_ranks(2, _many_shapes, stage, "eager", dynamic=dynamic)
+
+
+@pytest.mark.parametrize(("stage", "dynamic"), [(3, None), (1, True)])
+def test_batch_sizes_and_lengths_through_inductor(stage: int, dynamic: bool | None) -> None:
+    run_ranks(2, _many_shapes, stage, "inductor", dynamic=dynamic)
+
+
+def _ranks_of_their_own(inner: str) -> None:
+    """Each rank has its own sequence lengths, so that one recompiles alone."""
+    import torch.distributed as dist
+
+    options, rtol = (EAGER, 1e-6) if inner == "eager" else (INDUCTOR, 1e-5)
+    pair = Pair(Attention(), 3, options, rtol=rtol)
+
+    def loss(run: nn.Module, number: int) -> Tensor:
+        length = 6 + 2 * (number == 1 + dist.get_rank()) + number * dist.get_rank()
+        return run(draw(4, length, 8, seed=number))
+
+    pair.train(loss, 4)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_one_rank_recompiles_alone(inner: str) -> None:
+    run_ranks(2, _ranks_of_their_own, inner)

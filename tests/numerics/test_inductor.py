@@ -1,0 +1,45 @@
+"""Through Inductor, on a pairwise cover of model, stage, optimizer, clipping, ranks and dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.cover import Row, pairwise
+from tests.numerics.runs import CLIP, MODELS, zero_and_reference
+from tests.oracle import assert_same
+from tests.ranks import run_ranks
+
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+    torch.float64: {"rtol": 1e-10},
+    torch.float32: {"rtol": 2e-6, "params_rtol": 5e-6},
+}
+ROWS = pairwise(
+    {
+        "name": MODELS,
+        "stage": (0, 1, 2, 3),
+        "dtype": tuple(TOLERANCES),
+        "optimizer": ("sgd", "adamw"),
+        "clip": (None, CLIP),
+        "ranks": (2, 4),
+    }
+)
+
+
+def _describe(row: Row) -> str:
+    return "-".join(str(value).removeprefix("torch.") for value in row.values())
+
+
+def _sorted_rows() -> list[Any]:
+    rows = sorted(ROWS, key=lambda row: (row["ranks"], MODELS.index(row["name"])))
+    return [pytest.param(row, id=_describe(row)) for row in rows]
+
+
+@pytest.mark.parametrize("row", _sorted_rows())
+def test_ranks_agree_with_ddp(row: Row) -> None:
+    setting = (row["optimizer"], row["clip"])
+    job = (zero_and_reference, row["name"], row["stage"], setting, "ddp", row["dtype"])
+    got, want = zip(*run_ranks(row["ranks"], *job, timeout=110), strict=True)
+    assert_same(got, want, **TOLERANCES[row["dtype"]])

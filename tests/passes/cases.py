@@ -1,0 +1,181 @@
+"""The program of each golden case; `doc` is the one that the pass's docstring shows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from tests.hand_program import Hand
+from tests.program_builder import layout_of, specs_of
+from zerofx.ir.facts import Role
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.passes.base import Pass
+from zerofx.passes.copy_returned import CopyReturned
+from zerofx.passes.insert_frees import InsertFrees
+from zerofx.passes.insert_reduces import InsertReduces
+from zerofx.passes.insert_unshards import InsertUnshards
+from zerofx.passes.merge_reduces import MergeReduces
+from zerofx.passes.merge_unshards import MergeUnshards
+from zerofx.passes.sync_buffers import SyncBuffers
+
+aten = torch.ops.aten
+_TWO = specs_of({"w": (3, 3), "v": (3, 3)}, layout_of(2))
+_ONE = specs_of({"w": (3, 3)}, layout_of(2))
+_RESIDENT = specs_of({"w": (3, 3)}, layout_of(2, resident=True))
+_REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
+_HYBRID = specs_of({"w": (3, 3)}, layout_of(2, replicas=2))
+
+
+def read_twice() -> Program:
+    hand = Hand(_ONE, Region.JOINT)
+    shard, x = hand.shard("w"), hand.input("x", 2, 3)
+    y = hand.call(aten.mm.default, x, hand.unshard(shard))
+    z = hand.call(aten.mm.default, y, hand.unshard(shard))
+    return hand.program([z])
+
+
+def read_thrice() -> Program:
+    hand = Hand(_TWO, Region.INFERENCE)
+    w, v, x = hand.shard("w"), hand.shard("v"), hand.input("x", 2, 3)
+    for shard in (w, v, w, v, w):
+        x = hand.call(aten.mm.default, x, hand.unshard(shard))
+    return hand.program([x])
+
+
+def two_gradients() -> Program:
+    hand = Hand(_ONE, Region.JOINT)
+    shard, g, h = hand.shard("w"), hand.input("g", 3, 3), hand.input("h", 3, 3)
+    a, b = hand.reduce(g, shard), hand.reduce(h, shard)
+    return hand.program([hand.call(aten.add.Tensor, a, b)], 0)
+
+
+def three_gradients() -> Program:
+    """As DTensors leave them: each behind views, the sum in pairs."""
+    hand = Hand(_ONE, Region.JOINT)
+    shard = hand.shard("w")
+    total: fx.Node | None = None
+    for name in "fgh":
+        grad = hand.reduce(hand.input(name, 3, 3), shard)
+        for _ in range(2):
+            grad = hand.call(aten.view.default, grad, [2, 3])
+        total = grad if total is None else hand.call(aten.add.Tensor, total, grad)
+    return hand.program([total], 0)
+
+
+def gradients_of_two() -> Program:
+    """A sum over different parameters is the model's own affair."""
+    hand = Hand(_TWO, Region.JOINT)
+    w, v, g = hand.shard("w"), hand.shard("v"), hand.input("g", 3, 3)
+    a, b = hand.reduce(g, w), hand.reduce(g, v)
+    return hand.program([a, b, hand.call(aten.add.Tensor, a, b)], 0)
+
+
+def returns_weight() -> Program:
+    hand = Hand(_ONE)
+    full = hand.unshard(hand.shard("w"))
+    y = hand.call(aten.mm.default, hand.input("x", 2, 3), full)
+    return hand.program([y, full])
+
+
+def returns_view() -> Program:
+    hand = Hand(_RESIDENT, stage=2)
+    full = hand.unshard(hand.shard("w"))
+    first, second = (
+        hand.call(operator.getitem, hand.call(aten.split.Tensor, full, 2), i) for i in (0, 1)
+    )
+    y = hand.call(aten.mm.default, hand.input("x", 2, 3), hand.call(aten.t.default, first))
+    return hand.program([y, second])
+
+
+def reads(params: dict[str, object], stage: int = 3) -> Callable[[], Program]:
+    def build() -> Program:
+        hand = Hand(params, stage=stage)  # type: ignore[arg-type]
+        full = hand.unshard(hand.shard("w"))
+        return hand.program([hand.call(aten.mm.default, hand.input("x", 2, 3), full)])
+
+    return build
+
+
+def gathers_late() -> Program:
+    """The gather goes to the first reader, not to where the parameter was read."""
+    hand = Hand(_ONE)
+    full, x = hand.unshard(hand.shard("w")), hand.input("x", 2, 3)
+    x = hand.call(aten.relu.default, x)
+    return hand.program([hand.call(aten.mm.default, x, hand.call(aten.t.default, full))])
+
+
+def gradients(params: dict[str, object], *names: str) -> Callable[[], Program]:
+    def build() -> Program:
+        hand = Hand(params, Region.BACKWARD)  # type: ignore[arg-type]
+        outputs = []
+        for name in names:
+            shard, dy = hand.shard(name), hand.input(f"dy_{name}", 2, 3)
+            x = hand.call(aten.t.default, hand.input(f"x_{name}", 2, 3))
+            grad = hand.reduce(hand.call(aten.mm.default, x, dy), shard)
+            outputs.append(hand.call(aten.view.default, grad, list(grad.meta["val"].shape)))
+        return hand.program(outputs)
+
+    return build
+
+
+def gathered() -> Program:
+    hand = Hand(_ONE)
+    full = hand.gather(hand.shard("w"))
+    y = hand.call(aten.mm.default, hand.input("x", 2, 3), hand.call(aten.t.default, full))
+    return hand.program([hand.call(aten.relu.default, y)])
+
+
+def gathered_views() -> Program:
+    """Views of views, lists of views and hidden views keep a value alive; copies do not."""
+    hand = Hand(_ONE)
+    full = hand.gather(hand.shard("w"))
+    rows = hand.call(aten.unbind.int, hand.call(aten.t.default, full))
+    row = hand.call(operator.getitem, rows, 1)
+    flat = hand.call(aten._unsafe_view.default, row, [1, 3])
+    copy = hand.call(aten.clone.default, flat)
+    y = hand.call(aten.add.Tensor, flat, hand.input("x", 1, 3))
+    return hand.program([hand.call(aten.add.Tensor, y, copy)])
+
+
+def gathered_resident() -> Program:
+    hand = Hand(_RESIDENT, stage=2)
+    full = hand.gather(hand.shard("w"))
+    return hand.program([hand.call(aten.mm.default, hand.input("x", 2, 3), full)])
+
+
+def reads_buffers() -> Program:
+    hand = Hand(_ONE)
+    shard = hand.shard("w")
+    mean = hand.input("m", 3, role=Role.BUFFER, param="bn.mean")
+    var = hand.input("s", 3, role=Role.BUFFER, param="bn.var")
+    y = hand.call(aten.add.Tensor, hand.unshard(shard), mean)
+    return hand.program([hand.call(aten.mul.Tensor, y, var)])
+
+
+CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
+    ("merge_unshards", "doc"): (MergeUnshards(), read_twice),
+    ("merge_unshards", "interleaved"): (MergeUnshards(), read_thrice),
+    ("merge_reduces", "doc"): (MergeReduces(), two_gradients),
+    ("merge_reduces", "three_behind_views"): (MergeReduces(), three_gradients),
+    ("merge_reduces", "two_parameters"): (MergeReduces(), gradients_of_two),
+    ("copy_returned", "doc"): (CopyReturned(), returns_weight),
+    ("copy_returned", "view"): (CopyReturned(), returns_view),
+    ("insert_unshards", "doc"): (InsertUnshards(), reads(_ONE)),
+    ("insert_unshards", "first_reader"): (InsertUnshards(), gathers_late),
+    ("insert_unshards", "resident"): (InsertUnshards(), reads(_RESIDENT, 2)),
+    ("insert_unshards", "replicated"): (InsertUnshards(), reads(_REPLICATED)),
+    ("insert_reduces", "doc"): (InsertReduces(), gradients(_ONE, "w")),
+    ("insert_reduces", "ready"): (InsertReduces(), gradients(_TWO, "w", "v")),
+    ("insert_reduces", "end"): (InsertReduces(place="end"), gradients(_TWO, "w", "v")),
+    ("insert_reduces", "replicated"): (InsertReduces(), gradients(_REPLICATED, "w")),
+    ("insert_reduces", "hybrid"): (InsertReduces(), gradients(_HYBRID, "w")),
+    ("insert_frees", "doc"): (InsertFrees(), gathered),
+    ("insert_frees", "views"): (InsertFrees(), gathered_views),
+    ("insert_frees", "resident"): (InsertFrees(), gathered_resident),
+    ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
+    ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
+}

@@ -1,0 +1,49 @@
+"""The examples run, under torchrun and alone, and leave behind what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(out: Path, *arguments: str, ranks: bool = True) -> str:
+    """Run an example in processes of its own and return what it printed."""
+    script, *options = arguments
+    command = [sys.executable, *(TORCHRUN if ranks else []), str(EXAMPLES / script), *options]
+    done = subprocess.run(
+        [*command, "--tiny", "--inner", "eager", "--out", str(out), "--cache", str(out / "cache")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("stage", ["3", "1"])
+def test_finetune_trains_saves_and_resumes(tmp_path: Path, stage: str) -> None:
+    common = ("finetune_smollm2.py", "--stage", stage, "--length", "32", "--save-every", "2")
+    run(tmp_path, *common, "--steps", "2", "--sample-tokens", "2", "--eval-windows", "2")
+    pictures, checkpoints = list(tmp_path.glob("*.png")), list((tmp_path / "checkpoints").iterdir())
+    assert pictures and all(path.stat().st_size > 5_000 for path in pictures)
+    assert checkpoints
+    printed = run(
+        tmp_path, *common, "--steps", "4", "--sample-tokens", "2", "--eval-windows", "2", "--resume"
+    )
+    assert "resuming" in printed
+    assert len(list((tmp_path / "checkpoints").iterdir())) > len(checkpoints)
+
+
+def test_quickstart_needs_no_torchrun(tmp_path: Path) -> None:
+    printed = run(
+        tmp_path, "quickstart.py", "--steps", "3", "--sample-characters", "4", ranks=False
+    )
+    assert "loss" in printed

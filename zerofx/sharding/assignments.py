@@ -1,0 +1,101 @@
+"""Parameters that change owner after sharding: assigned, tied, deleted, registered elsewhere.
+
+A global hook of torch sees every registration. A sharded parameter makes its new owner read it
+through the marker, a `DTensor` that lies like a parameter becomes one, and a plain parameter stays
+plain until the next forward, which shards it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from zerofx.errors import ShardingError
+from zerofx.runtime.domain import Domain
+from zerofx.runtime.handles import live_domains
+from zerofx.runtime.params import ParamState, adopt_param
+from zerofx.runtime.session import Session
+from zerofx.sharding.classes import bind, bound_states, is_bound, unbind
+
+
+def install() -> None:
+    """Watch registrations of parameters; call once."""
+    register_module_parameter_registration_hook(_registered)
+
+
+def drop_unowned(session: Session) -> None:
+    """Forget parameters that the model no longer has."""
+    root = session.root()
+    if root is not None:
+        _drop([*session.states], session)
+
+
+def _drop(candidates: list[ParamState], session: Session) -> None:
+    root = session.root()
+    modules = root.modules() if root is not None else ()
+    owned = {id(state) for module in modules for state in bound_states(module).values()}
+    gone = {id(state) for state in candidates} - owned
+    session.states[:] = [state for state in session.states if id(state) not in gone]
+
+
+def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    session, gone = None, list[ParamState]()
+    if is_bound(module):
+        # Old-style `weight_norm` deletes from the dict itself.
+        missing = [known for known in bound_states(module) if known not in module._parameters]
+        gone = unbind(module, [*missing, name])
+        session = gone[0].domain.session if gone else _session_of_module(module)
+    if isinstance(param, DTensor):
+        state = _state_of(param) or _adopt(module, name, param, session)
+        if state is not None:
+            bind(module, {name: state})
+    if gone:
+        _drop(gone, gone[0].domain.session)
+
+
+def _state_of(param: Tensor) -> ParamState | None:
+    sessions = {id(domain.session): domain.session for domain in live_domains()}
+    return next(filter(None, (session.state_of(param) for session in sessions.values())), None)
+
+
+def _session_of_module(module: nn.Module) -> Session | None:
+    return next((state.domain.session for state in bound_states(module).values()), None)
+
+
+def _adopt(
+    module: nn.Module, name: str, param: nn.Parameter, session: Session | None
+) -> ParamState | None:
+    """Make a `DTensor` a parameter of the model on whose mesh it lies; `None` for a stranger."""
+    assert isinstance(param, DTensor)
+    if session is None:
+        found = [d.session for d in live_domains() if d.session.mesh is param.device_mesh]
+        if not found:
+            return None
+        session = found[0]
+    domain = _domain_like(param, session)
+    if domain is None:
+        raise ShardingError(
+            f"{type(module).__name__}.{name} is assigned a DTensor with placements "
+            f"{param.placements}",
+            "assign a plain nn.Parameter, of which each rank will keep its rows, or a DTensor that "
+            "lies as the parameters of the model do",
+        )
+    return adopt_param(domain, _path_of(module, session) + name, param)
+
+
+def _path_of(module: nn.Module, session: Session) -> str:
+    root = session.root()
+    named = root.named_modules() if root is not None else ()
+    return next((f"{path}." for path, other in named if other is module and path), "")
+
+
+def _domain_like(param: DTensor, session: Session) -> Domain | None:
+    replicated = [Replicate()] * session.mesh.ndim
+    if param.device_mesh != session.mesh:
+        return None
+    if list(param.placements) == replicated:
+        return session.replicated
+    sharded = [*replicated[1:], Shard(0)]
+    fits = list(param.placements) == sharded and session.sharded.layout.sharded
+    return session.sharded if fits else None

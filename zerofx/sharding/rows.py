@@ -1,0 +1,30 @@
+"""This rank's part of a full value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerofx.runtime.domain import Domain
+from zerofx.runtime.params import ParamState, as_dtensor
+
+
+def cut(value: Tensor, state: ParamState) -> Tensor:
+    """This rank's part, as a `DTensor`, of a full value that lies like a parameter.
+
+    Args:
+        value: global shape of the parameter, any dtype, the same on every rank.
+        state: the parameter.
+    """
+    mine = own_rows(value, state.domain).clone(memory_format=torch.contiguous_format)
+    return as_dtensor(mine, value.shape, state.domain)
+
+
+def own_rows(full: Tensor, domain: Domain) -> Tensor:
+    """The rows of `full` that this rank owns: a view; all of them without sharding."""
+    if not domain.layout.sharded:
+        return full.detach()
+    chunk = -(-full.shape[0] // domain.layout.num_shards)
+    start = min(domain.shard_rank * chunk, full.shape[0])
+    return full.detach()[start : start + chunk]
