@@ -20,6 +20,7 @@ from torch._dynamo.utils import detect_fake_mode
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
@@ -41,6 +42,11 @@ def reduce_scatter_flat(out: Tensor, full: Tensor, op: Any, group: dist.ProcessG
     """Asynchronous native reduce-scatter of equal chunks (renamed in torch 2.13)."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, full, op=op, group=group, async_op=True)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves `device`; `get_backend` says "undefined" for defaults."""
+    return group._get_backend(device).name()
 
 
 def default_store() -> dist.Store:
@@ -87,6 +93,18 @@ def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
     if isinstance(description, PlainAOTInput):
         return description.idx, attribute
     return None, ""
+
+
+def below_transforms(value: Any) -> Any:
+    """What `value` is outside the `torch.func` transforms that are under way."""
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
+def inside_transform() -> bool:
+    """Whether a `torch.func` transform is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
@@ -147,6 +165,11 @@ def symbols_of(value: Any) -> list[str]:
     if isinstance(value, (tuple, list)):
         return sorted({symbol for item in value for symbol in symbols_of(item)})
     return []
+
+
+def is_checkpoint_call(node: fx.Node) -> bool:
+    """Whether `node` of a Dynamo graph runs a checkpointed region: a subgraph and its operands."""
+    return node.target is tag_activation_checkpoint
 
 
 def trace_and_compile(

@@ -14,7 +14,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.ir.facts import Facts, Role, facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
-from zerofx.ir.view import alias_closure, identity_source
+from zerofx.ir.view import identity_source
 from zerofx.runtime.handles import live_domains
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
@@ -75,9 +75,6 @@ def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:
 
     Returns:
         The parameters of the graph, by name.
-
-    Raises:
-        UnsupportedError: the graph writes into a full value, which would be lost.
     """
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -88,9 +85,6 @@ def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:
     for node in graph.nodes:
         if is_call(node, UNSHARD, REDUCE_GRAD):
             _annotate_marker(node)
-    for node in graph.nodes:
-        if is_call(node, UNSHARD):
-            _refuse_writes(node)
     return params
 
 
@@ -158,31 +152,6 @@ def _annotate_marker(node: fx.Node) -> None:
         node.graph.erase_node(view)
         assert isinstance(source, fx.Node)
         view = source
-
-
-def _refuse_writes(full: fx.Node) -> None:
-    for alias in alias_closure(full):
-        for user in alias.users:
-            schema = getattr(user.target, "_schema", None)
-            if schema is None or not schema.is_mutable:
-                continue
-            written = [
-                arg
-                for arg, formal in zip(user.args, schema.arguments, strict=False)
-                if formal.alias_info is not None and formal.alias_info.is_write
-            ]
-            if alias in written:
-                raise _lost_write(full.meta["zerofx"].param, user)
-
-
-def _lost_write(param: str, node: fx.Node) -> UnsupportedError:
-    module = _module_path(node)
-    return UnsupportedError(
-        f"parameter {param} is modified in place inside the forward of "
-        f"{module or 'the model'} ({node.target}); the edit would be lost",
-        "edit the parameter outside the forward, under torch.no_grad(), through model.parameters()",
-        [param],
-    )
 
 
 def _module_path(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ from zerofx.frontend.dump import Dump
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.ir.cut import verify_cut
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
@@ -48,6 +49,8 @@ class Capture:
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
+        refuse_uses(module, self.inputs.params)
+        read_whole(module, example_inputs, self.inputs.params)
         return trace_and_compile(
             module,
             example_inputs,

@@ -24,6 +24,8 @@ from zerofx.runtime.handles import live_domains
 from zerofx.runtime.session import Session
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
 
+_REDUCED = "_zerofx_reduced_by_ddp"
+
 
 def install() -> None:
     """Register the hooks; call once."""
@@ -63,13 +65,19 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 def _refuse_unreduced(params: list[Tensor]) -> None:
     plain = [param for param in params if not isinstance(param, (DTensor, StaleParameter))]
-    suspects = {id(param) for param in plain if param.requires_grad and param.grad is not None}
+    suspects = {
+        id(param)
+        for param in plain
+        if param.requires_grad and param.grad is not None and not hasattr(param, _REDUCED)
+    }
     if not suspects:
         return
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     for module in modules:
         if isinstance(module, DistributedDataParallel):
-            suspects -= {id(param) for param in module.parameters()}
+            for param in module.parameters():
+                setattr(param, _REDUCED, True)  # looked for once, not at every step
+                suspects.discard(id(param))
     if suspects:
         raise UnreducedGradientError(
             "an optimizer is about to apply gradients that only this rank knows: these parameters "

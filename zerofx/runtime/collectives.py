@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.cost.comm import Algorithms, algorithms_for
-from zerofx.torch_private import all_gather_flat, reduce_scatter_flat
+from zerofx.torch_private import all_gather_flat, backend_of, reduce_scatter_flat
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -26,12 +26,14 @@ class Comm:
 
     Attributes:
         group: the process group of the ranks along the axis.
+        backend: what serves it for the parameters' device.
         rank: this rank's position along it.
         ranks: the global ranks along it, in order.
         algorithms: which c10d calls move the bytes.
     """
 
     group: dist.ProcessGroup
+    backend: str
     rank: int
     ranks: tuple[int, ...]
     algorithms: Algorithms
@@ -63,9 +65,10 @@ class Pending:
 
 def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
     """Describe `group` for tensors on `device`."""
-    backend = dist.get_backend(group)
+    backend = backend_of(group, device)
     return Comm(
         group,
+        backend,
         dist.get_rank(group),
         tuple(dist.get_process_group_ranks(group)),
         algorithms_for(backend, device.type),
@@ -157,7 +160,7 @@ def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], comm: Comm) -> P
         padded = grad.new_zeros(longest * comm.size)
         padded[: grad.numel()] = grad
         grad = padded
-    nccl = dist.get_backend(comm.group) == "nccl"
+    nccl = comm.backend == "nccl"
     out = grad.new_empty(longest)
     op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
     work = reduce_scatter_flat(out, grad, op, comm.group)

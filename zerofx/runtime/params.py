@@ -88,11 +88,14 @@ class ParamState:
 
     def is_stale(self) -> bool:
         """Whether the resident full copy may differ from the shards."""
+        return self._edited() or self.domain.session.is_average()
+
+    def _edited(self) -> bool:
         return self.dirty or self._versions() != self._seen
 
     def mark_current(self) -> None:
         """The resident copy was just gathered."""
-        if self.buffer is not None:
+        if self.buffer is not None and self._edited():
             # Readers of the resident copy that autograd saved are out of date from here on.
             torch.autograd.graph.increment_version(self.buffer)
         self.dirty = False

@@ -59,6 +59,7 @@ class Session:
         # One rank may copy a model alone: numbers of new models stay in step all the same.
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
         self._num_copies = 0
+        self._is_copy = copied is not None
         self.journal = Journal(self.key, default_store(), dist.get_rank() % num_ranks, num_ranks)
         self._watch = Watch(self.journal, config.hang_timeout)
         self._world = _world_comm(self.mesh, device)
@@ -129,6 +130,14 @@ class Session:
         if self.config.stage > 1:
             return False
         return self._no_sync_depth > 0 or self._num_backwards % self.config.accumulate != 0
+
+    def is_average(self) -> bool:
+        """Whether this is a copy that nobody trains: an average of weights, a target network.
+
+        Such copies are updated by other means than an optimizer, and torch's `_foreach_` functions
+        (`AveragedModel` uses them) leave no trace on a `DTensor`.
+        """
+        return self._is_copy and self._num_backwards == 0
 
     def enter_backward(self) -> None:
         """Called by every reduction; the first one of a backward pass opens it."""

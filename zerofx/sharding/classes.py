@@ -18,10 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime.params import ParamState
 from zerofx.sharding.rows import cut
-from zerofx.torch_private import backward_id, skip_frames_of
+from zerofx.torch_private import (
+    backward_id,
+    below_transforms,
+    inside_transform,
+    skip_frames_of,
+)
 
 _HANDLES = "_zerofx_layouts"
 _STATES = "_zerofx_states"
@@ -82,9 +88,18 @@ def read_full(param: Tensor, layout: int) -> Tensor:
 
 
 @torch.compiler.disable
-def _read_eagerly(param: Tensor, layout: int) -> Tensor:
+def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
     # Around code that Dynamo skipped it would compile DTensor's own frames.
-    return read_full(param, layout)
+    if not isinstance(below_transforms(param), DTensor):
+        return param
+    if inside_transform():
+        raise UnsupportedError(
+            f"a torch.func transform runs over a sharded {type(module).__name__}",
+            "give it full values: with zerofx.unshard(model, writeback=False) as values: "
+            "torch.func.functional_call(model, values, inputs)",
+            [bound_states(module)[name].spec.name],
+        )
+    return read_full(param, bound_states(module)[name].spec.layout.handle)
 
 
 @functools.cache
@@ -127,11 +142,12 @@ def _parameter_property(name: str) -> property:
         param = self._parameters.get(name, _ABSENT)
         if param is _ABSENT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if not isinstance(param, DTensor) or name not in self._zerofx_layouts:
-            return param  # functional_call puts plain values here
+        if param is None or name not in self._zerofx_layouts:
+            return param
         if torch.compiler.is_compiling():
-            return read_full(param, self._zerofx_layouts[name])
-        return _read_eagerly(param, self._zerofx_layouts[name]) if _in_forward() else param
+            sharded = isinstance(param, DTensor)  # functional_call puts plain values here
+            return read_full(param, self._zerofx_layouts[name]) if sharded else param
+        return _read_eagerly(self, name, param) if _in_forward() else param
 
     skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own
     return property(read)

@@ -17,6 +17,8 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from zerofx.errors import StaleHandleError, UnsupportedError
 from zerofx.runtime.params import ParamState
 
+_WHOLE = (LBFGS, Adafactor)
+
 Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
 """Old parameter and its new state, by the old one's `id`."""
 
@@ -60,13 +62,22 @@ def optimizers_of(params: list[nn.Parameter]) -> list[Optimizer]:
         UnsupportedError: one of them cannot work on sharded parameters.
     """
     wanted = {id(param) for param in params}
-    found = [
+    found = _holders(wanted)
+    if any(isinstance(optimizer, _WHOLE) for optimizer in found):
+        # One that the user dropped already may live on in a reference cycle.
+        del found
+        gc.collect()
+        found = _holders(wanted)
+    refuse_optimizers(found)
+    return found
+
+
+def _holders(wanted: set[int]) -> list[Optimizer]:
+    return [
         thing
         for thing in gc.get_objects()
         if issubclass(type(thing), Optimizer) and _holds(thing, wanted)
     ]
-    refuse_optimizers(found)
-    return found
 
 
 def refuse_optimizers(optimizers: list[Optimizer]) -> None:
@@ -76,7 +87,7 @@ def refuse_optimizers(optimizers: list[Optimizer]) -> None:
         UnsupportedError: names the class.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, (LBFGS, Adafactor)):
+        if isinstance(optimizer, _WHOLE):
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__} does not work on sharded parameters",
                 "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
