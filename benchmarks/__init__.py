@@ -1,0 +1,1 @@
+"""Commands that measure zerofx: `python -m benchmarks.<name>`."""

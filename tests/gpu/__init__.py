@@ -1,0 +1,1 @@
+"""Tests that need a CUDA device; they skip themselves where there is none."""

@@ -1,0 +1,63 @@
+"""Training on one CUDA device: NCCL at world size 1, and two ranks that share it over gloo."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.models import batch, make
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def losses(model: nn.Module, run: nn.Module, rank: int) -> list[float]:
+    """Three steps of AdamW on `rank`'s batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    found: list[float] = []
+    for step in range(3):
+        inputs = [value.cuda() for value in batch("gpt", rank, step, torch.float32)]
+        loss = run(*inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def train_shared(stage: int) -> tuple[list[float], list[float]]:
+    """Two ranks, one device: zeroN against DistributedDataParallel."""
+    torch.cuda.set_device(0)
+    plain = make("gpt", torch.float32).cuda()
+    model = copy.deepcopy(plain)
+    options = {"inner": "eager", "min_shard_numel": 0}
+    rank = dist.get_rank()
+    got = losses(model, torch.compile(model, backend=f"zero{stage}", options=options), rank)
+    return got, losses(plain, nn.parallel.DistributedDataParallel(plain), rank)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_share_a_device_over_gloo(stage: int) -> None:
+    for got, want in run_ranks(2, train_shared, stage):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nccl_at_world_size_one(stage: int, inner: str) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = make("gpt", torch.float32).cuda()
+        model = copy.deepcopy(plain)
+        compiled = torch.compile(model, backend=f"zero{stage}", options={"inner": inner})
+        assert losses(model, compiled, 0) == pytest.approx(losses(plain, plain, 0), rel=1e-4)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
