@@ -38,9 +38,10 @@ for traffic): *measured / formula*. Memory is the sum of live storages, traffic 
 calls of `torch.distributed`; neither comes from zerofx's own books.
 
 - **at rest**: after an optimizer step, gradients still held. Stages 1 and 2 hold the same there.
-- **as backward exchanges**: at the first call of a step's gradient exchange. Stage 1 holds all full
-  gradients then, which is what its formula 8Ψ+8Ψ/W counts; stage 2 holds one bucket of them.
-  Activations and the gathered layer are in this number, and in no formula.
+- **peak in backward**: the most alive at any collective of a backward. Stage 1 holds all full
+  gradients when it starts to exchange them, which is what its formula 8Ψ+8Ψ/W counts; stage 2 holds
+  one of them at a time. Values of one layer and what is in flight are in the measurement, and in no
+  formula.
 - **buffers**: idle memory of gathers, kept for the next one (stage 3 only).
 - **sent**: bytes per optimizer step, divided by 4Ψ(W−1)/W; with k = 2 micro-batches too (stages 0
   and 1 with `accumulate=2`).
@@ -59,8 +60,8 @@ class Measurement:
         stage: ZeRO stage.
         num_ranks: W.
         num_params: Ψ.
-        at_rest: model state after a step, gradients held.
-        exchanging: everything alive when backward first communicates a gradient.
+        at_rest: alive after a step, gradients held.
+        peak: the most alive at any collective of a backward.
         buffers: idle buffers at rest.
         sent: by number of micro-batches, bytes sent per optimizer step.
     """
@@ -69,7 +70,7 @@ class Measurement:
     num_ranks: int
     num_params: int
     at_rest: int
-    exchanging: int
+    peak: int
     buffers: int
     sent: dict[int, float]
 
@@ -89,11 +90,10 @@ def expected_at_rest(stage: int, num_ranks: int) -> float:
     return full + (16 - full) / num_ranks
 
 
-def expected_exchanging(stage: int, num_ranks: int) -> float:
-    """Bytes per parameter when the gradient exchange begins, without activations."""
-    full = {0: 16, 1: 8, 2: 4, 3: 0}[stage]
-    split = {0: 0, 1: 8, 2: 8, 3: 12}[stage]
-    return full + split / num_ranks
+def expected_peak(stage: int, num_ranks: int) -> float:
+    """Bytes per parameter in backward, without activations and what is in flight."""
+    # Stage 1 has all full gradients, and no sharded ones yet, when it starts to exchange them.
+    return 8 + 8 / num_ranks if stage == 1 else expected_at_rest(stage, num_ranks)
 
 
 def expected_sent(stage: int, micro_batches: int) -> int:
@@ -148,64 +148,135 @@ def measure(
     stage: int, micro_batches: Sequence[int] = (1, 2), width: int = 256, depth: int = 6
 ) -> Measurement:
     """Train one stage on the ranks of the default group, and look at this rank."""
-    gc.collect()
-    before = set(live_storages()[0])
-    num_params, at_rest, exchanging, buffers = 0, 0, 0, 0
-    sent = {}
-    for count in micro_batches:
-        torch.manual_seed(0)
-        model = Gpt(width=width, depth=depth)
-        num_params = sum(param.numel() for param in model.parameters())
-        peaks, sent[count] = _train(model, stage, count, before)
-        if count == 1:
-            exchanging = peaks[0]
-            held, idle = live_storages()
-            at_rest = sum(size for address, size in held.items() if address not in before)
-            buffers = sum(idle.values())
-        del model
-        torch._dynamo.reset()
-        gc.collect()
+    runs = {count: _Run(stage, count, width, depth) for count in micro_batches}
+    for run in runs.values():
+        run.train()
+    first = runs[micro_batches[0]]
+    sent = {count: run.sent for count, run in runs.items()}
     return Measurement(
-        stage, dist.get_world_size(), num_params, at_rest, exchanging, buffers, sent
+        stage,
+        dist.get_world_size(),
+        first.num_params,
+        first.at_rest,
+        first.peak,
+        first.buffers,
+        sent,
     )
 
 
-def _train(
-    model: Gpt, stage: int, micro_batches: int, before: set[int]
-) -> tuple[list[int], float]:
-    """Two steps to settle, one to measure; leaves the gradients of the last one in place.
+class _Run:
+    """A few steps of training, the last one looked at."""
 
-    Returns:
-        Bytes alive at the first collective of the measured backward, and bytes sent in the step.
-    """
-    options = {"inner": "eager", "min_shard_numel": 0}
-    if stage < 2:
-        options["accumulate"] = micro_batches
-    compiled = torch.compile(model, backend=f"zero{stage}", options=options)
-    opt = torch.optim.Adam(model.parameters(), lr=1e-3)
-    meter = WireMeter()
-    peaks: list[int] = []
+    def __init__(self, stage: int, micro_batches: int, width: int, depth: int) -> None:
+        self._options = {"inner": "eager", "min_shard_numel": 0}
+        if stage < 2:
+            self._options["accumulate"] = micro_batches
+        self._stage = stage
+        self._micro_batches = micro_batches
+        self._size = {"width": width, "depth": depth}
+        self.num_params = self.at_rest = self.peak = self.buffers = 0
+        self.sent = 0.0
 
-    def look() -> None:
-        if not peaks and _in_gradient_exchange():
-            held, _ = live_storages()
-            peaks.append(sum(size for address, size in held.items() if address not in before))
-
-    for step in range(3):
-        opt.zero_grad()
-        last = step == 2
+    def train(self, steps: int = 3) -> None:
+        gc.collect()
+        gc.freeze()  # what is there already is not found below
+        torch.manual_seed(0)
+        model = Gpt(**self._size)
+        self.num_params = sum(param.numel() for param in model.parameters())
+        compiled = torch.compile(model, backend=f"zero{self._stage}", options=self._options)
+        opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(steps - 1):
+            self._step(compiled, opt, WireMeter())
+        meter = WireMeter()
         with meter.attached():
-            meter.sent = 0.0
-            for _ in range(micro_batches):
-                loss = compiled(torch.randint(1024, (1, 16)))
-                meter.on_call = look if last else meter.on_call
-                loss.backward()
-                del loss
-            opt.step()
-    grads = [param.grad for param in model.parameters()]
-    assert all(grad is not None for grad in grads)
-    _KEEP[:] = [opt, grads, compiled]
-    return peaks or [0], meter.sent
+            self._step(compiled, opt, meter)
+        self.sent = meter.sent
+        grads = [param.grad for param in model.parameters()]  # a tensor is found once read
+        gc.collect()
+        self.at_rest, self.buffers = _live_bytes()
+        del grads
+        torch.compiler.reset()
+
+    def _step(self, compiled: nn.Module, opt: torch.optim.Optimizer, meter: WireMeter) -> None:
+        opt.zero_grad()
+        for _ in range(self._micro_batches):
+            loss = compiled(torch.randint(1024, (1, 16)))
+            meter.on_call = self._look
+            loss.backward()
+            meter.on_call = _nothing
+        opt.step()
+
+    def _look(self) -> None:
+        if self._micro_batches == 1:
+            self.peak = max(self.peak, _live_bytes()[0])
 
 
-_KEEP: list[object] = []
+def _live_bytes() -> tuple[int, int]:
+    """Bytes that tensors hold, and bytes of idle buffers."""
+    held, idle = live_storages()
+    return sum(held.values()), sum(idle.values())
+
+
+def _nothing() -> None:
+    """Look at nothing."""
+
+
+def _serve(rank: int, num_ranks: int, rendezvous: str, results: str, depth: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks
+    )
+    measured = [measure(stage, depth=depth) for stage in STAGES]
+    if rank == 0:
+        torch.save(measured, results)
+    dist.destroy_process_group()
+
+
+def measure_all(num_ranks: int, depth: int) -> list[Measurement]:
+    """All stages on new ranks of this machine; what rank 0 saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = os.path.join(folder, "results")
+        arguments = (num_ranks, os.path.join(folder, "rendezvous"), results, depth)
+        mp.start_processes(_serve, arguments, nprocs=num_ranks, start_method="spawn")
+        return torch.load(results, weights_only=False)
+
+
+COLUMNS = ("stage", "W", "at rest", "peak in backward", "buffers", "sent", "sent, k = 2")
+
+
+def row(found: Measurement) -> tuple[str, ...]:
+    """One line of the table."""
+    stage, ranks = found.stage, found.num_ranks
+    pairs = (
+        (found.in_psi(found.at_rest), expected_at_rest(stage, ranks)),
+        (found.in_psi(found.peak), expected_peak(stage, ranks)),
+    )
+    traffic = tuple(
+        f"{found.sent_in_psi(count):.2f} / {expected_sent(stage, count)}" for count in (1, 2)
+    )
+    memory = tuple(f"{got:.2f} / {want:g}" for got, want in pairs)
+    return f"zero{stage}", str(ranks), *memory, f"{found.in_psi(found.buffers):.2f}", *traffic
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the page if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="W")
+    parser.add_argument("--depth", type=int, default=6, help="layers of the GPT")
+    parser.add_argument("--markdown", type=Path, help="page to write")
+    options = parser.parse_args(arguments)
+    found = [one for ranks in options.ranks for one in measure_all(ranks, options.depth)]
+    psi = found[0].num_params / 1e6
+    table = Table(*COLUMNS, title=f"Ψ = {psi:.1f} M parameters; measured / formula, in Ψ")
+    for one in found:
+        table.add_row(*row(one))
+    Console().print(table)
+    if options.markdown:
+        lines = [COLUMNS, ("---",) * len(COLUMNS), *map(row, found)]
+        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        options.markdown.write_text(f"{_INTRODUCTION.format(psi=psi)}\n{body}\n")
+
+
+if __name__ == "__main__":
+    main()

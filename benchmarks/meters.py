@@ -18,31 +18,24 @@ Storages = dict[int, int]
 
 def live_storages() -> tuple[Storages, Storages]:
     """Memory that tensors hold, and memory that only bare storages hold (idle buffers)."""
+    # A DTensor wraps a tensor that is found by itself.
+    kinds = {Tensor, torch.nn.Parameter, torch.UntypedStorage}
     held: Storages = {}
     bare: Storages = {}
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if issubclass(kind, Tensor):
-            storage = _storage(thing)
-            if storage is not None:
-                held[storage.data_ptr()] = storage.nbytes()
-        elif issubclass(kind, torch.UntypedStorage):
-            bare[thing.data_ptr()] = thing.nbytes()
-    idle = {address: size for address, size in bare.items() if address and address not in held}
-    held.pop(0, None)
-    return held, idle
+    for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        if isinstance(thing, Tensor):
+            _note(thing.untyped_storage, held)
+        else:
+            _note(lambda storage=thing: storage, bare)
+    return held, {address: size for address, size in bare.items() if address not in held}
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    # A DTensor wraps a tensor that is found by itself; fake ones hold nothing.
-    if tensor.device.type == "meta" or type(tensor) not in (Tensor, torch.nn.Parameter):
-        return None
-    try:
-        storage = tensor.untyped_storage()
-        storage.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return None
-    return storage
+def _note(find: Callable[[], torch.UntypedStorage], found: Storages) -> None:
+    # Fake tensors, and storages that gave their memory away, hold nothing.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        storage = find()
+        if storage.device.type != "meta" and storage.data_ptr():
+            found[storage.data_ptr()] = storage.nbytes()
 
 
 class WireMeter:

@@ -84,6 +84,7 @@ def train(
     sizes = [rows] * world_size if isinstance(rows, int) else list(rows)
     model = make(name, dtype, seed=rank if rank_seeds and how != "single" else 0)
     run, opt = _prepare(name, how, model, optimizer, dict(options or {}), optimizer_first)
+
     def inputs(number: int) -> dict[int, Batch]:
         return {r: batch(name, r, number, dtype, rows=sizes[r]) for r in ranks}
 

@@ -6,17 +6,21 @@ Each name says why it is needed; `tests/test_torch_private.py` lists the missing
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import detect_fake_mode
+from torch._dynamo.utils import counters, detect_fake_mode
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -233,6 +237,21 @@ def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 def skip_frames_of(function: Callable[..., Any]) -> None:
     """Let Dynamo never compile `function` as a frame of its own; it still inlines calls of it."""
     skip_code(function.__code__)
+
+
+def past_recompile_limit() -> str:
+    """The innermost function on the stack that Dynamo gave up compiling anew; "" if there is none.
+
+    Its code then runs as it is, although compiled variants of it exist.
+    """
+    if not any("recompile limit exceeded" in why for why in counters["unimplemented"]):
+        return ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if len(_debug_get_cache_entry_list(frame.f_code)) >= dynamo_config.recompile_limit:
+            return frame.f_code.co_qualname
+        frame = frame.f_back
+    return ""
 
 
 def shares_storage(one: Tensor, other: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -80,8 +80,8 @@ def _places() -> None:
             param.zero_()
     still_plain(nowhere)
     mixed = net()
-    with FakeTensorMode():
-        mixed.last = nn.Linear(13, 5, device="cuda")
+    fake = FakeTensor(FakeTensorMode(), torch.empty(5, 13, device="meta"), torch.device("cuda:0"))
+    mixed.last.weight = nn.Parameter(fake)
     with refused("last.weight (cuda:0)", "first.weight (cpu)", "model.to", kind=UnsupportedError):
         zerofx.shard(mixed, config(3))
     mixed.last = nn.Linear(13, 5)
@@ -222,6 +222,9 @@ def _transforms() -> None:
             close(want[name], param.grad, name)
         with refused("torch.func", "functional_call", kind=UnsupportedError):
             torch.func.grad(loss)(dict(model.named_parameters()))
+        with zerofx.unshard(model, writeback=False) as values:
+            again = torch.func.grad(loss)(dict(values))
+        close(again["first.weight"], want["first.weight"], "what the remedy gives")
         with refused("torch.func", kind=UnsupportedError):
             torch.vmap(lambda row: model.first(row).sum())(x)
         with refused("torch.func", kind=UnsupportedError):

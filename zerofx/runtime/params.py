@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,7 +42,8 @@ class ParamState:
         self.dirty = False
         self.pending_grad: Tensor | None = None
         self._seen = self._versions()
-        self._grad_mark: tuple[int, int] | None = None
+        self._grad_mark: tuple[int, int, int] | None = None
+        self._watches_grad = False
         domain.register(self)
         domain.session.states.append(self)
 
@@ -103,6 +105,7 @@ class ParamState:
 
     def add_pending(self, grad: Tensor) -> None:
         """Sum a full local gradient that is not exchanged yet."""
+        self._watch_grad()
         if self.pending_grad is None:
             self.pending_grad = grad.detach().clone(memory_format=torch.contiguous_format)
         else:
@@ -113,17 +116,27 @@ class ParamState:
         pending, self.pending_grad = self.pending_grad, None
         return pending
 
-    def mark_grad(self) -> None:
-        """Remember `.grad` as the backward that just ended left it."""
-        self._grad_mark = _mark(self.param.grad)
-
     def drop_cleared(self) -> None:
         """Forget the local sum if the user cleared the gradient since the last backward.
 
         While gradients are held back `.grad` holds zeros, so that only `zero_grad` touches it.
         """
-        if self.pending_grad is not None and self._grad_mark != _mark(self.param.grad):
+        if self.param.grad is None or self._grad_mark != _mark(self.param.grad):
             self.pending_grad = None
+
+    def _watch_grad(self) -> None:
+        """Remember `.grad` whenever a backward adds to it."""
+        if self._watches_grad:
+            return
+        self._watches_grad = True
+        mine = weakref.ref(self)
+
+        def mark(param: Tensor) -> None:
+            state = mine()
+            if state is not None:
+                state._grad_mark = _mark(param.grad)
+
+        self.param.register_post_accumulate_grad_hook(mark)
 
     def _own_slot(self) -> Tensor | None:
         if self.buffer is None:
@@ -168,17 +181,13 @@ def make_state(
 def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
     """Make a `DTensor` parameter that lies as `domain`'s do one of the model.
 
-    The object stays the same; its shard moves into a padded buffer.
+    The object and its memory stay the same; a resident copy is added to it.
     """
-    local = local_tensor(param)
-    shape, trainable = param.shape, param.requires_grad
-    index = _next_index(domain.session)
-    spec = ParamSpec(name, index, shape, param.dtype, trainable, domain.layout)
-    buffer, shard = _allocate(spec, domain.shard_rank, local)
-    if buffer is not None:
-        with torch.no_grad():
-            shard.copy_(local.reshape(shard.shape))
-        cast(DTensor, param)._local_tensor = shard
+    index, layout = _next_index(domain.session), domain.layout
+    spec = ParamSpec(name, index, param.shape, param.dtype, param.requires_grad, layout)
+    buffer = None
+    if layout.resident:
+        buffer, _ = _allocate(spec, domain.shard_rank, local_tensor(param))
     state = ParamState(spec, domain, param, buffer)
     state.dirty = True
     return state
@@ -255,5 +264,6 @@ def padded_chunk(shard: Tensor, numel: int) -> Tensor:
     return out
 
 
-def _mark(grad: Any) -> tuple[int, int] | None:
-    return None if grad is None else (id(grad), local_tensor(grad)._version)
+def _mark(grad: Tensor | None) -> tuple[int, int, int] | None:
+    # `zero_` bumps the DTensor's counter, an edit of the local tensor that one's.
+    return None if grad is None else (id(grad), grad._version, local_tensor(grad)._version)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+import zerofx.runtime.dtensor_rules  # noqa: F401 (registers them)
 from zerofx.config import ZeroConfig
-from zerofx.errors import UnreducedGradientError, UnsupportedError
+from zerofx.errors import UnsupportedError
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
+from zerofx.runtime.accumulation import Accumulation
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.collectives import Comm, Pending, make_comm
 from zerofx.runtime.domain import Domain
@@ -26,7 +28,7 @@ from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.watch import Watch
-from zerofx.torch_private import backward_id, call_after_backward, default_store
+from zerofx.torch_private import default_store
 
 _numbers = itertools.count()
 
@@ -64,9 +66,7 @@ class Session:
         self._watch = Watch(self.journal, config.hang_timeout)
         self._world = _world_comm(self.mesh, device)
         self.sharded, self.replicated = self._domains()
-        self._no_sync_depth = 0
-        self._backward = -1
-        self._num_backwards = 0
+        self._accumulation = Accumulation(config.stage > 1, config.accumulate)
         self._buffer_versions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,20 +116,13 @@ class Session:
         pending.value = value
         return value
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
-        self._no_sync_depth += 1
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
+        return self._accumulation.no_sync()
 
     def holds_gradients_back(self) -> bool:
         """Whether the backward under way adds to local sums instead of exchanging gradients."""
-        if self.config.stage > 1:
-            return False
-        return self._no_sync_depth > 0 or self._num_backwards % self.config.accumulate != 0
+        return self._accumulation.holds_back()
 
     def is_average(self) -> bool:
         """Whether this is a copy that nobody trains: an average of weights, a target network.
@@ -137,18 +130,11 @@ class Session:
         Such copies are updated by other means than an optimizer, and torch's `_foreach_` functions
         (`AveragedModel` uses them) leave no trace on a `DTensor`.
         """
-        return self._is_copy and self._num_backwards == 0
+        return self._is_copy and not self._accumulation.begun
 
     def enter_backward(self) -> None:
         """Called by every reduction; the first one of a backward pass opens it."""
-        current = backward_id()
-        if current == self._backward:
-            return
-        self._backward = current
-        self._num_backwards += 1
-        for state in self.states:
-            state.drop_cleared()
-        call_after_backward(self._leave_backward)
+        self._accumulation.enter(self.states, self._leave_backward)
 
     def optimizer_stepped(self, params: Iterable[Tensor]) -> None:
         """An optimizer updated `params`: resident copies of them are out of date."""
@@ -156,22 +142,11 @@ class Session:
         for state in self.states:
             if id(state.param) in stepped:
                 state.dirty = True
+                self._accumulation.stepped()
 
     def refuse_pending(self, params: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back."""
-        stepped = {id(param) for param in params}
-        held = [
-            state.spec.name
-            for state in self.states
-            if state.pending_grad is not None and id(state.param) in stepped
-        ]
-        if held:
-            raise UnreducedGradientError(
-                "an optimizer steps while gradients are held back by no_sync or accumulate",
-                "run the last backward of the accumulation outside no_sync, and step once per "
-                "`accumulate` backwards",
-                held,
-            )
+        self._accumulation.refuse_pending(self.states, map(id, params))
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Give `buffers` rank 0's values, if they changed since the last time."""
@@ -187,14 +162,10 @@ class Session:
         self._buffer_versions.update((buffer, _mark(buffer)) for buffer in buffers)
 
     def _leave_backward(self) -> None:
-        self._backward = -1
-        if not self.holds_gradients_back():
+        if self._accumulation.leave():
             self._flush_pending()
             if not self._all_tagged():
                 self.journal.check_step()
-        for state in self.states:
-            if state.pending_grad is not None:
-                state.mark_grad()
 
     def _all_tagged(self) -> bool:
         """Whether ranks out of step can only hang: every collective is made of tagged messages."""

@@ -8,6 +8,7 @@ plain until the next forward, which shards it.
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -69,10 +70,9 @@ def _adopt(
     """Make a `DTensor` a parameter of the model on whose mesh it lies; `None` for a stranger."""
     assert isinstance(param, DTensor)
     if session is None:
-        found = [d.session for d in live_domains() if d.session.mesh is param.device_mesh]
-        if not found:
+        session = _session_on(param.device_mesh)
+        if session is None:
             return None
-        session = found[0]
     domain = _domain_like(param, session)
     if domain is None:
         raise ShardingError(
@@ -88,6 +88,14 @@ def _path_of(module: nn.Module, session: Session) -> str:
     root = session.root()
     named = root.named_modules() if root is not None else ()
     return next((f"{path}." for path, other in named if other is module and path), "")
+
+
+def _session_on(mesh: DeviceMesh) -> Session | None:
+    """The youngest model on `mesh`, for a module that is not part of a model yet."""
+    # By equality: torch caches the meshes of results, so that one may be an older model's.
+    sessions = [domain.session for domain in live_domains() if domain.session.mesh == mesh]
+    alive = [session for session in sessions if session.root() is not None]
+    return alive[-1] if alive else None
 
 
 def _domain_like(param: DTensor, session: Session) -> Domain | None:

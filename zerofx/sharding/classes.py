@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime.params import ParamState
+from zerofx.sharding.refuse import refuse_past_recompile_limit
 from zerofx.sharding.rows import cut
 from zerofx.torch_private import (
     backward_id,
@@ -99,7 +100,9 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
             "torch.func.functional_call(model, values, inputs)",
             [bound_states(module)[name].spec.name],
         )
-    return read_full(param, bound_states(module)[name].spec.layout.handle)
+    spec = bound_states(module)[name].spec
+    refuse_past_recompile_limit(spec.name)
+    return read_full(param, spec.layout.handle)
 
 
 @functools.cache
@@ -189,12 +192,16 @@ def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     # Parameters travel as their states, which know how to rebuild buffers.
-    state = self.__dict__.copy()
+    slots: dict[str, Any] | None = None
+    state: Any = self.__getstate__()
+    if isinstance(state, tuple):
+        state, slots = state
+    state = dict(state)
     mine = set(state[_STATES])
     state["_parameters"] = {
         name: None if name in mine else param for name, param in self._parameters.items()
     }
-    return _rebuild, (plain_class(type(self)), tuple(sorted(mine))), state
+    return _rebuild, (plain_class(type(self)), tuple(sorted(mine))), (state, slots)
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -202,8 +209,11 @@ def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _setstate(self: nn.Module, state: dict[str, Any]) -> None:
+def _setstate(self: nn.Module, saved: tuple[dict[str, Any], dict[str, Any] | None]) -> None:
+    state, slots = saved
     plain_class(type(self)).__setstate__(self, state)
+    for name, value in (slots or {}).items():
+        setattr(self, name, value)
     for name, known in bound_states(self).items():
         self._parameters[name] = known.param
     bind(self, {})

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerofx.errors import UnsupportedError
+from zerofx.torch_private import past_recompile_limit
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -81,3 +82,21 @@ def _is_sparse(param: nn.Parameter) -> bool:
 
 def _is_other_dtype(param: nn.Parameter) -> bool:
     return param.dtype not in _FLOATS
+
+
+def refuse_past_recompile_limit(name: str) -> None:
+    """Refuse to read the parameter `name` eagerly where Dynamo stopped compiling.
+
+    This rank would gather parameter by parameter, while others run their programs.
+
+    Raises:
+        UnsupportedError: names the function and the parameter.
+    """
+    function = past_recompile_limit()
+    if function:
+        raise UnsupportedError(
+            f"{function} was recompiled too often, so Dynamo runs it without zerofx's program",
+            "find what changes with TORCH_LOGS=recompiles (a shape: torch.compile(…, dynamic=True) "
+            "or torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit",
+            [name],
+        )

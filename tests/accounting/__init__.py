@@ -1,0 +1,1 @@
+"""Memory and traffic of each stage, measured from outside."""

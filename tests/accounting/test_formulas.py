@@ -1,0 +1,38 @@
+"""What each stage holds and sends is what the papers say."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.accounting import (
+    Measurement,
+    expected_at_rest,
+    expected_peak,
+    expected_sent,
+    measure,
+    row,
+)
+from tests.ranks import run_ranks
+
+DEPTH = 3
+
+
+@pytest.mark.parametrize("num_ranks, stages", [(2, (0, 1, 2, 3)), (4, (1, 3))])
+def test_memory_and_traffic(num_ranks: int, stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        for found in run_ranks(num_ranks, measure, stage, depth=DEPTH, timeout=110):
+            _check(found)
+
+
+def _check(found: Measurement) -> None:
+    stage, ranks = found.stage, found.num_ranks
+    at_rest = expected_at_rest(stage, ranks)
+    # Adam's step counters, the batch and random states are a few hundred bytes.
+    assert found.in_psi(found.at_rest) == pytest.approx(at_rest, abs=0.01), row(found)
+    # One layer's values and what is in flight come on top; a full copy of anything would be 4.
+    peak = expected_peak(stage, ranks)
+    assert peak - 4 / ranks - 0.01 <= found.in_psi(found.peak) <= peak + 2, row(found)
+    for count in found.sent:
+        assert found.sent_in_psi(count) == pytest.approx(expected_sent(stage, count), rel=0.01)
+    if stage < 3:
+        assert found.buffers == 0

@@ -1,0 +1,192 @@
+"""Point 3: weights that are assigned, tied, deleted, parametrized or initialised anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrizations, parametrize
+
+import zerofx
+from tests.contract.loops import (
+    STAGES,
+    Net,
+    close,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    refused,
+    same,
+    sgd,
+    sharded,
+    train,
+    twin,
+)
+from tests.ranks import run_ranks
+from zerofx.errors import ShardingError
+
+
+class _Square(nn.Module):
+    """Two weights of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(torch.tanh(self.emb(x)))[:, :5], y)
+
+
+def _tied(stage: int) -> None:
+    model, ddp_model = net(_Square), net(_Square)
+    run = compiled(model, stage)
+    run(*data(0))
+    for one in (model, ddp_model):
+        one.head.weight = one.emb.weight
+    assert model.head.weight is model.emb.weight
+    assert len(list(model.parameters())) == 1
+    optimizer, ddp = sgd(model), twin(ddp_model)
+    train(run, optimizer)
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+    with zerofx.unshard(model) as values:
+        assert set(values) == {"emb.weight"}
+    # Into a module that is not sharded at all.
+    for one in (model, ddp.module):
+        one.head = nn.Linear(7, 7, bias=False)
+        one.head.weight = one.emb.weight
+    ddp = twin(ddp.module)
+    train(run, sgd(model))
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tying_after_sharding(stage: int) -> None:
+    run_ranks(2, _tied, stage)
+
+
+def _dtensor_assigned(stage: int) -> None:
+    model, ddp_model = net(), net()
+    zerofx.shard(model, config(stage))
+    for one in (model, ddp_model):
+        doubled = nn.Parameter(one.first.weight.detach() * 2)
+        one.first.weight = doubled
+        assert one.first.weight is doubled
+        one.last.bias = None
+    ddp = twin(ddp_model)
+    train(compiled(model, stage), sgd(model))
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+    if stage == 3:
+        whole = model.first.weight.detach().redistribute(placements=[Replicate()])
+        model.first.weight = nn.Parameter(whole)
+        train(compiled(model, stage), sgd(model), 1)
+        with refused("Linear.weight", "placements", kind=ShardingError):
+            model.first.weight = nn.Parameter(model.last.weight.detach().t())
+    del model.first.weight
+    assert "first.weight" not in model.state_dict() and not hasattr(model.first, "weight")
+    model.first.weight = torch.zeros(13, 7)  # not a parameter
+    with torch.no_grad():
+        assert model.first(data(0)[0]).shape == (4, 13)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_assigning_dtensors_and_deleting(stage: int) -> None:
+    run_ranks(2, _dtensor_assigned, stage)
+
+
+def _initialised(stage: int) -> None:
+    model, ddp_model = net(), net()
+    run = compiled(model, stage)
+    run(*data(0))
+    for one in (model, ddp_model):
+        nn.init.constant_(one.first.weight, 0.1)
+        nn.init.zeros_(one.first.bias)
+        nn.init.ones_(one.last.weight)
+    with torch.no_grad():
+        close(run(*data(1)), ddp_model(*data(1)), "loss after nn.init")
+    # On CPU torch draws a DTensor's rows alike on every rank; full values have no such flaw.
+    with zerofx.unshard(model) as values:
+        torch.manual_seed(3)
+        nn.init.kaiming_uniform_(values["first.weight"])
+    torch.manual_seed(3)
+    nn.init.kaiming_uniform_(ddp_model.first.weight)
+    same(model, ddp_model)
+    with torch.no_grad():
+        close(run(*data(1)), ddp_model(*data(1)), "loss after zerofx.unshard")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_initialising_after_sharding(stage: int) -> None:
+    run_ranks(2, _initialised, stage)
+
+
+class _Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5 + torch.tanh(weight)
+
+
+def _parametrized(module: nn.Module) -> None:
+    parametrize.register_parametrization(module, "weight", _Symmetric())
+
+
+_NORMS: list[Callable[[nn.Module], Any]] = [
+    _parametrized,
+    parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+    torch.nn.utils.spectral_norm,
+]
+
+
+def _norm(index: int, stage: int, before: bool) -> None:
+    apply = torch.nn.utils.weight_norm if index < 0 else _NORMS[index]
+    model, ddp_model = net(), net()
+    for one in (model, ddp_model):
+        if one is model and not before:
+            zerofx.shard(model, config(stage))
+        torch.manual_seed(1)
+        apply(one.first)
+    run = compiled(model, stage)
+    ddp = twin(ddp_model) if index >= 0 else None
+    train(run, sgd(model))
+    assert sharded(model)
+    if ddp is None:  # old weight norm has no deepcopy
+        ddp = nn.parallel.DistributedDataParallel(ddp_model)
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("index", [-1, 0, 1, 2, 3])
+def test_parametrized_before_sharding(index: int) -> None:
+    for stage in (1, 3):
+        run_ranks(2, _norm, index, stage, True)
+
+
+@pytest.mark.parametrize("index", [-1, 0, 1])
+def test_parametrized_after_sharding(index: int) -> None:
+    for stage in (1, 3):
+        run_ranks(2, _norm, index, stage, False)
+
+
+def _spectral_after() -> None:
+    model = net()
+    zerofx.shard(model, config(3))
+    before = {name: full(param) for name, param in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="placement"):
+        parametrizations.spectral_norm(model.first)
+    assert isinstance(model.first.weight, DTensor)
+    for name, param in Net().named_parameters():
+        assert param.shape == before[name].shape
+
+
+def test_spectral_norm_after_sharding_fails_loudly() -> None:
+    run_ranks(2, _spectral_after)

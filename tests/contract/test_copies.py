@@ -1,0 +1,163 @@
+"""Point 3: copies of a model, taken before and after it is sharded."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerofx
+from tests.contract.loops import (
+    STAGES,
+    Net,
+    close,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    refused,
+    same,
+    sgd,
+    sharded,
+    still_plain,
+    train,
+    twin,
+)
+from tests.ranks import run_ranks
+
+
+def _before(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    ema, want = copy.deepcopy(model), copy.deepcopy(model)
+    run = compiled(model, stage)
+    train(run, sgd(model))
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+    still_plain(ema)
+    same(ema, want)
+    with torch.no_grad():
+        for one, other in zip(ema.parameters(), model.parameters(), strict=True):
+            one.lerp_(full(other), 0.5)
+    ema(*data(0))
+
+
+def test_a_copy_from_before_stays_plain() -> None:
+    for stage in (1, 3):
+        run_ranks(2, _before, stage)
+
+
+class _Tied(nn.Module):
+    """A root with its own parameter, tied weights, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.up, self.down = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.down.weight = self.up.weight
+        self.norm = nn.BatchNorm1d(7)
+        self.lstm = nn.LSTM(7, 7)  # caches its weights
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.lstm(x)[0]
+        x = self.norm(self.down(torch.tanh(self.up(x))))
+        return F.mse_loss(x[:, :5] * self.scale, y)
+
+
+def _after(stage: int) -> None:
+    model, ddp = net(_Tied), twin(net(_Tied))
+    zerofx.shard(model, config(stage))
+    run = compiled(model, stage)
+    train(run, sgd(model), 1)
+    train(ddp, sgd(ddp), 1)
+    if torch.distributed.get_rank() == 0:
+        copy.deepcopy(model)  # communicates nothing
+    clone, ddp_clone = copy.deepcopy(model), twin(ddp.module)
+    assert clone.down.weight is clone.up.weight is not model.up.weight
+    same(clone, ddp)
+    train(compiled(clone, stage), sgd(clone), [5, 6])
+    same(model, ddp)  # the copy is independent
+    train(ddp_clone, sgd(ddp_clone), [5, 6])
+    assert sharded(clone)
+    for name, param in ddp_clone.module.named_parameters():
+        close(full(clone.get_parameter(name)), param.detach(), name, 1e-5)
+    if torch.distributed.get_rank() == 0:
+        close(clone.norm.running_mean, ddp_clone.module.norm.running_mean, "running_mean", 1e-5)
+    train(compiled(model, stage), sgd(model), [7])
+    clone.eval()
+    with torch.no_grad():
+        close(clone(*data(3)), ddp_clone.module.eval()(*data(3)), "the copy in eager code", 1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_of_a_sharded_model_is_an_independent_one(stage: int) -> None:
+    run_ranks(2, _after, stage)
+
+
+def _averaged(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    early = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    want = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    run, optimizer, wanted = compiled(model, stage), sgd(model), sgd(ddp)
+    train(run, optimizer, 1)
+    train(ddp, wanted, 1)
+    still_plain(early)
+    late = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    want = AveragedModel(ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for number in (1, 2):
+        train(run, optimizer, [number])
+        train(ddp, wanted, [number])
+        late.update_parameters(model)
+        want.update_parameters(ddp.module)
+        with torch.no_grad():  # a resident copy of the average must not be stale
+            close(late(*data(4)), want(*data(4)), f"average after step {number}")
+    same(late, want)
+
+
+def test_averaged_models() -> None:
+    for stage in STAGES:
+        run_ranks(2, _averaged, stage)
+
+
+def _saved(stage: int) -> bytes:
+    model = net()
+    run = compiled(model, stage)
+    train(run, sgd(model), 1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert type(loaded.first).__name__ == "Linear" and sharded(loaded)
+    same(loaded, model)
+    train(compiled(loaded, stage), sgd(loaded), [3])
+    train(run, sgd(model), [3])
+    same(loaded, model)
+    return file.getvalue()
+
+
+def _load_elsewhere(data: bytes) -> None:
+    with refused("first.weight", "as many ranks"):
+        torch.load(io.BytesIO(data), weights_only=False)
+
+
+def test_a_pickled_model() -> None:
+    for stage in STAGES:
+        saved = run_ranks(2, _saved, stage)[0]
+    run_ranks(1, _load_elsewhere, saved)
+
+
+def _state_dict_names() -> list[str]:
+    model = net()
+    train(compiled(model, 3), sgd(model), 1)
+    assert list(model.state_dict()) == list(Net().state_dict())
+    zerofx.shard(net(), config(3))
+    return list(model.state_dict())
+
+
+def test_state_dicts_of_the_plain_model_have_plain_names() -> None:
+    names = run_ranks(2, _state_dict_names)[0]
+    assert not any("_orig_mod" in name for name in names)

@@ -1,0 +1,160 @@
+"""Accumulation over micro-batches: right by default, cheap when asked for (DESIGN §4)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerofx
+from tests.hard.pair import EAGER, STAGES, Pair, draw
+from tests.hard.wire import Wire, watched
+from tests.ranks import run_ranks
+from zerofx.errors import UnreducedGradientError
+
+
+class Sides(nn.Module):
+    """A stem and two heads; a micro-batch uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 6)
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, sides: str) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        out = sum(getattr(self, side)(x) for side in sides.split())
+        return out.square().mean()
+
+
+_BOTH, _LEFT = "left right", "left"
+_SCHEDULES = [[_BOTH] * 3, [_BOTH, _BOTH, _LEFT], [_BOTH, _LEFT, "right"]]
+
+
+def _loss(sides: str) -> Any:
+    return lambda run, number: run(draw(4, 7, seed=number), sides)
+
+
+def _micro_batches(pair: Pair, sides: list[str], how: str, first: int) -> None:
+    for index, side in enumerate(sides):
+        last = index == len(sides) - 1
+        held = how == "no_sync" and not last
+        with zerofx.no_sync(pair.model) if held else contextlib.nullcontext():
+            pair.backward(_loss(side), first + index)
+
+
+def _accumulates(stage: int, how: str) -> list[Wire]:
+    options = {**EAGER, "accumulate": 3} if how == "accumulate" else EAGER
+    pair = Pair(Sides(), stage, options, rtol=1e-6)
+    if how == "no_sync":
+        with torch.no_grad():
+            pair.run(draw(4, 7), _BOTH)
+    wires = []
+    for number, sides in enumerate(_SCHEDULES):
+        with watched() as wire:
+            _micro_batches(pair, sides, how, 10 * number)
+            pair.step()
+        wires.append(wire)
+    return wires
+
+
+@pytest.mark.parametrize("how", ["default", "no_sync", "accumulate"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_add_up(stage: int, how: str) -> None:
+    run_ranks(2, _accumulates, stage, how)
+
+
+def _gradient_calls(stage: int, how: str) -> int:
+    """Messages with gradients over three micro-batches, after a step of warm-up."""
+    options = {**EAGER, "accumulate": 3} if how == "accumulate" else EAGER
+    model = Sides()
+    run = torch.compile(model, backend=f"zero{stage}", options=options)
+    with torch.no_grad():
+        run(draw(4, 7), _BOTH)
+    calls = 0
+    for index in range(3):
+        held = how == "no_sync" and index < 2
+        with zerofx.no_sync(model) if held else contextlib.nullcontext():
+            loss = run(draw(4, 7), _BOTH)
+            with watched() as wire:
+                loss.backward()
+        calls += wire.count("all_reduce" if stage == 0 else "isend")
+    return calls
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_0_and_1_send_gradients_once(stage: int) -> None:
+    for how, held in (("default", False), ("no_sync", True), ("accumulate", True)):
+        # Six parameters; stage 3 gathers the two heads' weights again in each backward.
+        gathers = 2 * 3 if stage == 3 else 0
+        micro = 1 if held and stage < 2 else 3
+        (calls, _) = run_ranks(2, _gradient_calls, stage, how)
+        assert calls == 6 * micro + gathers, (how, calls)
+
+
+def _clears(stage: int, how: str, set_to_none: bool) -> None:
+    """`zero_grad` in the middle of an accumulation forgets what was held back."""
+    options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
+    pair = Pair(Sides(), stage, options, rtol=1e-6)
+    with torch.no_grad():
+        pair.run(draw(4, 7), _BOTH)
+    for number in range(2):
+        with zerofx.no_sync(pair.model) if how == "no_sync" else contextlib.nullcontext():
+            pair.backward(_loss(_BOTH), 10 * number)
+        pair.optimizer.zero_grad(set_to_none=set_to_none)
+        pair.plain.zero_grad(set_to_none=set_to_none)
+        _micro_batches(pair, [_BOTH, _LEFT], how, 10 * number + 1)
+        pair.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("how", ["no_sync", "accumulate"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_zero_grad_in_between(stage: int, how: str, set_to_none: bool) -> None:
+    run_ranks(2, _clears, stage, how, set_to_none)
+
+
+def _steps_too_early(stage: int, how: str) -> str:
+    options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
+    pair = Pair(Sides(), stage, options, rtol=1e-6)
+    with torch.no_grad():
+        pair.run(draw(4, 7), _BOTH)
+    with zerofx.no_sync(pair.model) if how == "no_sync" else contextlib.nullcontext():
+        pair.backward(_loss(_BOTH), 0)
+    try:
+        pair.optimizer.step()
+    except UnreducedGradientError as error:
+        pair.optimizer.zero_grad()
+        pair.plain.zero_grad()
+        _micro_batches(pair, [_BOTH, _BOTH], how, 1)
+        pair.step()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["no_sync", "accumulate"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_over_gradients_held_back_raises(stage: int, how: str) -> None:
+    for message in run_ranks(2, _steps_too_early, stage, how):
+        assert "held back" in message and "stem.weight" in message, message
+
+
+def _clips(how: str) -> None:
+    """Clipping and loss scaling read `.grad` before any optimizer hook: it must be reduced."""
+    for stage in STAGES:
+        pair = Pair(Sides(), stage, rtol=1e-6)
+        pair.backward(_loss(_BOTH), 0)
+        for param in pair.plain.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (pair.model, pair.plain)]
+        assert abs(float(norms[0].full_tensor()) / float(norms[1]) - 1) < 1e-6
+        pair.step()
+
+
+def test_gradients_are_reduced_when_backward_returns() -> None:
+    run_ranks(2, _clips, "default")

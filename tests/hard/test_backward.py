@@ -1,0 +1,170 @@
+"""Unusual backwards: repeated, failed, of higher order, watched for anomalies."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.hard.pair import EAGER, STAGES, Pair, draw, full, same
+from tests.models import batch, make
+from tests.ranks import run_ranks
+
+
+def _loss(run: nn.Module, number: int) -> Tensor:
+    return run(*batch("mlp", dist.get_rank(), number))
+
+
+def _retained(stage: int) -> None:
+    """Two backwards of one forward, and two forwards before their backwards."""
+    pair = Pair(make("mlp"), stage, rtol=1e-6)
+    pair.backward(_loss, 0, retain_graph=True)
+    pair.step()
+    losses = [[run(*batch("mlp", dist.get_rank(), n)) for n in (1, 2)] for run in (pair.run, pair.plain)]
+    for first, second in losses:
+        second.backward(retain_graph=True)
+        first.backward()
+        (2 * second).backward()
+    pair.step()
+    pair.train(_loss, [3])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_repeated_and_interleaved_backwards(stage: int) -> None:
+    run_ranks(2, _retained, stage)
+
+
+class _Fails(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        raise FloatingPointError("the backward fails")
+
+
+class Breakable(nn.Module):
+    """Breaks the graph in the middle, where a step may raise; in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, fail: str) -> Tensor:
+        x = _middle(torch.tanh(self.first(x)), fail)
+        return self.second(x).square().mean()
+
+
+@torch.compiler.disable
+def _middle(x: Tensor, fail: str) -> Tensor:
+    if fail == "forward":
+        raise FloatingPointError("the forward fails")
+    return _Fails.apply(x) if fail == "backward" else x
+
+
+def _recovers(stage: int, options: dict[str, int]) -> None:
+    pair = Pair(Breakable(), stage, {**EAGER, **options}, rtol=1e-6)
+
+    def loss(run: nn.Module, number: int) -> Tensor:
+        return run(draw(4, 7, seed=number), "")
+
+    micro = options.get("accumulate", 1)
+
+    def step(first: int) -> None:
+        for number in range(first, first + micro):
+            pair.backward(loss, number)
+        pair.step()
+
+    step(0)
+    for number, fail in enumerate(["forward", "backward", "forward", "backward"], 10):
+        for run in (pair.run, pair.plain):
+            with pytest.raises(FloatingPointError):
+                run(draw(4, 7, seed=number), fail).backward()
+        pair.optimizer.zero_grad()
+        pair.plain.zero_grad()
+        step(number)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_after_an_exception(stage: int, accumulate: int) -> None:
+    run_ranks(2, _recovers, stage, {"accumulate": accumulate})
+
+
+def _anomaly(stage: int) -> None:
+    pair = Pair(make("mlp"), stage, rtol=1e-6)
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("ignore")
+        pair.train(_loss, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_anomaly_mode(stage: int) -> None:
+    run_ranks(2, _anomaly, stage)
+
+
+def _penalty(run: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+def _gradient_penalty(stage: int) -> None:
+    """A gradient penalty, op by op: the sharded model is called without `torch.compile`."""
+    model = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
+    pair = Pair(model, stage, rtol=1e-5)
+    pair.train(lambda run, number: run(draw(4, 7, seed=number)).square().mean(), 1)
+    for number in range(2):
+        values = [_penalty(each, draw(4, 7, seed=number)) for each in (pair.model, pair.plain)]
+        same(values[0].detach(), values[1].detach(), "penalty", 1e-6)
+        for value in values:
+            value.backward()
+        pair.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_penalty_in_eager(stage: int) -> None:
+    run_ranks(2, _gradient_penalty, stage)
+
+
+def _hvp(stage: int) -> None:
+    """A Hessian-vector product over the parameters is the mean of the ranks' own."""
+    pair = Pair(nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5)), stage)
+    pair.train(lambda run, number: run(draw(4, 7, seed=number)).square().mean(), 1)
+    products: list[list[Tensor]] = []
+    for model in (pair.model, pair.plain):
+        params = list(model.parameters())
+        loss = model(draw(4, 7, seed=5)).square().mean()
+        slopes = torch.autograd.grad(loss, params, create_graph=True)
+        along = sum((slope * param.detach()).sum() for slope, param in zip(slopes, params, strict=True))
+        products.append([full(each) for each in torch.autograd.grad(along, params)])
+    for name, ours, theirs in zip(dict(pair.model.named_parameters()), *products, strict=True):
+        # Ours is d(mean gradient)/dw along w, which is the same on every rank.
+        dist.all_reduce(theirs)
+        same(ours, theirs / dist.get_world_size(), f"product of {name}", 1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hessian_vector_product_in_eager(stage: int) -> None:
+    run_ranks(2, _hvp, stage)
+
+
+def _compiled_double_backward(stage: int) -> str:
+    pair = Pair(nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1)), stage)
+    try:
+        _penalty(pair.run, draw(4, 7)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_double_backward_through_a_compiled_model_is_refused(stage: int) -> None:
+    for message in run_ranks(2, _compiled_double_backward, stage):
+        assert "double backward" in message, message

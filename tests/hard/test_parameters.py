@@ -1,0 +1,200 @@
+"""Parameters that are read twice, frozen, unused, tiny, or of mixed kinds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.hard.pair import EAGER, STAGES, Pair, average, draw, full, same, same_gradients
+from tests.hard.wire import watched
+from tests.models import batch, make
+from tests.ranks import run_ranks
+
+
+class Tied(nn.Module):
+    """One weight under two names, and a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.mix(torch.tanh(self.mix(self.embed(ids))))
+        return F.cross_entropy(self.head(x), ids)
+
+
+def _tied(stage: int) -> None:
+    ids = torch.arange(5)
+    pair = Pair(Tied(), stage, rtol=1e-6)
+    pair.train(lambda run, number: run(ids), 2)
+    loss = pair.run(ids)
+    with watched() as wire:
+        loss.backward()
+    if stage == 0:
+        assert sorted(wire.numels("all_reduce")) == [6, 36, 66]
+    else:
+        # Each rank sends half of every parameter: 11 rows are 6 and 5.
+        gathers = [18, 36] if stage == 3 else []
+        sent = sorted(size for size in wire.numels("isend") if size)
+        reductions = sorted(sent, reverse=True)
+        assert sum(sent) <= sum(gathers) + 36 + 18 + 6 + 6, (sent, reductions)
+        assert len(sent) == 3 + (1 if stage == 3 else 0) + (1 if 36 in gathers else 0), sent
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tied_weights_and_modules_called_twice_send_once(stage: int) -> None:
+    run_ranks(2, _tied, stage)
+
+
+def _toggled(stage: int) -> None:
+    """Frozen parameters are never reduced; freezing and thawing in the middle of a run."""
+    pair = Pair(make("frozen"), stage)
+    loss = _zoo_loss("frozen")
+    frozen = [name for name, param in pair.model.named_parameters() if not param.requires_grad]
+    assert frozen
+    pair.train(loss, 2)
+    for model in (pair.model, pair.plain):
+        model.get_parameter("first.weight").requires_grad_(True)
+        model.get_parameter("middle.weight").requires_grad_(False)
+    pair.train(loss, [2, 3])
+    for model in (pair.model, pair.plain):
+        model.requires_grad_(True)
+    pair.train(loss, [4, 5])
+    for model in (pair.model, pair.plain):
+        model.requires_grad_(False)
+        model.get_parameter("last.bias").requires_grad_(True)
+    pair.train(loss, [6, 7])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_freezing_and_thawing_during_a_run(stage: int) -> None:
+    run_ranks(2, _toggled, stage)
+
+
+def _zoo_loss(name: str):  # noqa: ANN202
+    def loss(run: nn.Module, number: int) -> Tensor:
+        return run(*batch(name, torch.distributed.get_rank(), number))
+
+    return loss
+
+
+class Branches(nn.Module):
+    """Two layers, of which a step may use either, both or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(7, 6)
+        self.left, self.right = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, sides: str) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        out = x.sum(1, keepdim=True)
+        if "l" in sides:
+            out = out + self.left(x)
+        if "r" in sides:
+            out = out + self.right(x)
+        return out.square().mean()
+
+
+def _sometimes(stage: int) -> None:
+    pair = Pair(Branches(), stage)
+    turns = ["l", "lr", "r", "", "lr", "l"]
+    pair.train(lambda run, number: run(draw(4, 7, seed=number), turns[number]), len(turns))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_used_on_some_steps_only(stage: int) -> None:
+    run_ranks(2, _sometimes, stage)
+
+
+def _zoo(name: str, stage: int) -> None:
+    # Gradients in bf16 are added in fp32 here, in bf16 by all-reduce.
+    pair = Pair(make(name), stage, rtol=1e-2 if name == "mixed" else 1e-6)
+    pair.train(_zoo_loss(name), 2)
+
+
+@pytest.mark.parametrize("name", ["thin", "odd", "mixed", "moe"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_thin_empty_scalar_mixed_and_unused(name: str, stage: int) -> None:
+    run_ranks(2, _zoo, name, stage)
+
+
+class Returning(nn.Module):
+    """Hands its weights out: whole, as views, and through a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        weight = self.linear.weight
+        return self.linear(x) * self.scale, weight, weight[1:3].t(), self.scale
+
+
+def _returned(stage: int) -> None:
+    pair = Pair(Returning(), stage)
+    ours, theirs = pair.run(draw(3, 6)), pair.plain(draw(3, 6))
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        same(one.detach(), other.detach(), f"output {index}")
+    kept = [value.detach().clone() for value in ours]
+    for outputs in (ours, theirs):
+        sum(value.square().sum() for value in outputs).backward()
+    pair.step()
+    # The outputs are values: what happens to the weights afterwards does not reach them.
+    with torch.no_grad():
+        pair.run(draw(3, 6))
+    for index, (one, other) in enumerate(zip(ours, kept, strict=True)):
+        same(one.detach(), other, f"kept output {index}")
+    with torch.no_grad():
+        pair.run(draw(3, 6))[1].zero_()
+        same(pair.run(draw(3, 6))[1], pair.plain(draw(3, 6))[1], "weight after an edited copy")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_returned_weights_are_copies(stage: int) -> None:
+    run_ranks(2, _returned, stage)
+
+
+class Penalised(nn.Module):
+    """Adds an L2 penalty over `self.parameters()` inside the captured forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make("mlp")
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(param.square().sum() for param in self.parameters())
+        return self.layers(x, y) + 0.01 * penalty
+
+
+def _penalty_inside(stage: int) -> None:
+    pair = Pair(Penalised(), stage, rtol=1e-5)
+    pair.train(_zoo_loss("mlp"), 2)
+
+
+def _penalty_outside(stage: int) -> None:
+    pair = Pair(make("mlp"), stage, rtol=1e-5)
+    of_model = {id(pair.run): pair.model, id(pair.plain): pair.plain}
+
+    def loss(run: nn.Module, number: int) -> Tensor:
+        base = run(*batch("mlp", torch.distributed.get_rank(), number))
+        penalty = sum(full_sum(param) for param in of_model[id(run)].parameters())
+        return base + 0.01 * penalty
+
+    def full_sum(param: Tensor) -> Tensor:
+        total = param.square().sum()
+        return total.full_tensor() if hasattr(total, "full_tensor") else total
+
+    pair.train(loss, 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("job", [_penalty_inside, _penalty_outside])
+def test_l2_penalty_over_parameters(job: object, stage: int) -> None:
+    run_ranks(2, job, stage)  # pyright: ignore[reportArgumentType]

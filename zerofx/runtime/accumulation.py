@@ -1,0 +1,103 @@
+"""When gradients are exchanged: after each backward, or once for several (stages 0 and 1)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from zerofx.errors import UnreducedGradientError
+from zerofx.runtime.params import ParamState
+from zerofx.torch_private import backward_id, call_after_backward
+
+
+class Accumulation:
+    """Counts backwards, and says which of them hold gradients back.
+
+    Args:
+        sharded_gradients: stages 2 and 3; gradients are exchanged every time.
+        per_step: backwards per optimizer step.
+    """
+
+    def __init__(self, sharded_gradients: bool, per_step: int) -> None:
+        self._sharded_gradients = sharded_gradients
+        self._per_step = per_step
+        self._no_sync_depth = 0
+        self._since_exchange = 0
+        self._backward = -1
+        self.begun = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients back; see `zerofx.no_sync`."""
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+
+    def holds_back(self) -> bool:
+        """Whether the backward under way adds to local sums instead of exchanging gradients."""
+        if self._sharded_gradients:
+            return False
+        return self._no_sync_depth > 0 or self._since_exchange < self._per_step
+
+    def enter(self, states: Sequence[ParamState], leave: Callable[[], None]) -> None:
+        """Open the backward pass under way, unless it is open; `leave` runs when it ends."""
+        current = backward_id()
+        if current == self._backward:
+            return
+        if self._backward != -1:
+            self._since_exchange -= 1  # an exception ended the one before
+        self._backward, self.begun = current, True
+        self._restart_if_cleared(states)
+        self._since_exchange += 1
+        call_after_backward(leave)
+
+    def leave(self) -> bool:
+        """Close the backward pass.
+
+        Returns:
+            Whether gradients were exchanged.
+        """
+        self._backward = -1
+        exchanged = not self.holds_back()
+        if exchanged:
+            self._since_exchange = 0
+        return exchanged
+
+    def stepped(self) -> None:
+        """The optimizer used the gradients: the next backward is the first of its step."""
+        self._since_exchange = 0
+
+    def refuse_pending(self, states: Sequence[ParamState], stepped: Iterable[int]) -> None:
+        """Raise if an optimizer is about to step over gradients that were held back.
+
+        Args:
+            states: all parameters.
+            stepped: ids of the parameters that the optimizer updates.
+
+        Raises:
+            UnreducedGradientError: names them.
+        """
+        self._restart_if_cleared(states)
+        about = set(stepped)
+        held = [
+            state.spec.name
+            for state in states
+            if state.pending_grad is not None and id(state.param) in about
+        ]
+        if held:
+            raise UnreducedGradientError(
+                "an optimizer steps while gradients are held back by no_sync or accumulate",
+                "run the last backward of the accumulation outside no_sync, and step once per "
+                "`accumulate` backwards",
+                held,
+            )
+
+    def _restart_if_cleared(self, states: Sequence[ParamState]) -> None:
+        """Forget local sums whose `.grad` the user cleared; if all are gone, count anew."""
+        held = [state for state in states if state.pending_grad is not None]
+        for state in held:
+            state.drop_cleared()
+        if held and all(state.pending_grad is None for state in held):
+            self._since_exchange = 0

@@ -1,0 +1,15 @@
+"""Sharding rules that DTensor lacks. Importing this module registers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.experimental import register_sharding
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _is_any_true(x: Any) -> list[Any]:
+    """Anomaly mode asks it of every gradient; debugging may cost a gather."""
+    return [([Replicate()], [Replicate()])]
