@@ -77,7 +77,7 @@ def unshard(model: nn.Module, *, writeback: bool = True) -> Iterator[dict[str, T
     drop_unowned(session)
     with torch.no_grad():
         values = {
-            state.spec.name: cast(DTensor, state.param).detach().full_tensor().clone()
+            state.spec.name: cast(DTensor, state.param.detach()).full_tensor().clone()
             for state in session.states
         }
     yield values

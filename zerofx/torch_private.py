@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -101,14 +102,14 @@ def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
 
 def below_transforms(value: Any) -> Any:
     """What `value` is outside the `torch.func` transforms that are under way."""
-    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
+    while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
     return value
 
 
 def inside_transform() -> bool:
     """Whether a `torch.func` transform is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch.peek_interpreter_stack() is not None
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:
@@ -132,9 +133,10 @@ def pass_through_dynamo(error: Exception) -> None:
     Dynamo wraps what a backend raises in `BackendCompilerFailed`, except exceptions of this base.
     """
     error.__class__ = _passing_class(type(error))
-    vars(error).update(
-        first_useful_frame=None, frame_exec_strategy=None, _torch_dynamo_tracer_output=None
-    )
+    vars(error).update(dict.fromkeys(_DYNAMO_ATTRIBUTES))
+
+
+_DYNAMO_ATTRIBUTES = ("first_useful_frame", "frame_exec_strategy", "_torch_dynamo_tracer_output")
 
 
 @functools.cache
@@ -143,15 +145,21 @@ def _passing_class(kind: type[Exception]) -> type[Exception]:
         return kind
 
     def reduce(self: Exception) -> tuple[Any, ...]:
-        return _restore_error, (kind, self.args)
+        # The class made here cannot be found by name where the error is unpickled.
+        state = {key: v for key, v in vars(self).items() if key not in _DYNAMO_ATTRIBUTES}
+        return _restore_error, (kind, self.args, state)
 
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
-    return type(kind.__name__, (kind, ShortenTraceback), body)
+    bases: tuple[Any, ...] = (kind, ShortenTraceback)
+    return type(kind.__name__, bases, body)
 
 
-def _restore_error(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+def _restore_error(
+    kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]
+) -> Exception:
     error = kind.__new__(kind)
     error.args = args
+    vars(error).update(state)
     return error
 
 

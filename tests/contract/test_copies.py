@@ -86,8 +86,8 @@ def _after(stage: int) -> None:
     assert sharded(clone)
     for name, param in ddp_clone.module.named_parameters():
         close(full(clone.get_parameter(name)), param.detach(), name, 1e-5)
-    if torch.distributed.get_rank() == 0:
-        close(clone.norm.running_mean, ddp_clone.module.norm.running_mean, "running_mean", 1e-5)
+    # The LSTM makes Dynamo skip the frame: buffers are rank 0's in eager code, too.
+    close(clone.norm.running_mean, ddp_clone.module.norm.running_mean, "running_mean", 1e-5)
     train(compiled(model, stage), sgd(model), [7])
     clone.eval()
     with torch.no_grad():

@@ -107,11 +107,12 @@ def _seen(stage: int) -> None:
         with torch.no_grad():
             close(run(*data(0)), plain(*data(0)), f"compiled after {edit.__name__}")
             close(model(*data(0)), plain(*data(0)), f"eager after {edit.__name__}")
-        ddp = twin(plain)
-        train(run, sgd(model))
-        train(ddp, sgd(ddp))
+        if edit in (_copy, _load_full, _load_assigned, _load_own_assigned):
+            ddp = twin(plain)
+            train(run, sgd(model), 1)
+            train(ddp, sgd(ddp), 1)
+            same(model, ddp)
         assert sharded(model)
-        same(model, ddp)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -169,16 +170,18 @@ def test_unshard_shows_and_writes_full_values(stage: int) -> None:
 
 
 def _optimized(stage: int) -> None:
-    for kwargs in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        for build in (AdamW, SGD):
-            model, ddp = net(), twin(net())
-            extra = {"eps": 1e-3} if build is AdamW else {"momentum": 0.9}
-            early = build(model.parameters(), lr=0.05, **extra, **kwargs)
-            wanted = build(ddp.parameters(), lr=0.05, **extra, **kwargs)
-            got = train(compiled(model, stage), early, 3)
-            want = train(ddp, wanted, 3)
-            close(torch.tensor(got), torch.tensor(want), f"losses with {build} {kwargs}")
-            same(model, ddp)
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (AdamW, {"eps": 1e-3, "foreach": True}),
+        (AdamW, {"eps": 1e-3, "fused": True}),
+        (SGD, {"momentum": 0.9, "foreach": True}),
+    ]
+    for build, kwargs in cases:
+        model, ddp = net(), twin(net())
+        early = build(model.parameters(), lr=0.05, **kwargs)
+        got = train(compiled(model, stage), early, 3)
+        want = train(ddp, build(ddp.parameters(), lr=0.05, **kwargs), 3)
+        close(torch.tensor(got), torch.tensor(want), f"losses with {build} {kwargs}")
+        same(model, ddp)
 
 
 @pytest.mark.parametrize("stage", STAGES)

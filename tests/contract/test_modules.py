@@ -19,7 +19,6 @@ from tests.contract.loops import (
     compiled,
     config,
     data,
-    full,
     net,
     same,
     sgd,

@@ -226,5 +226,3 @@ def _scopes() -> None:
 
 def test_the_root_is_found_whatever_is_in_scope() -> None:
     run_ranks(2, _scopes)
-
-

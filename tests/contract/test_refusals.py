@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 from typing import Any
 from unittest.mock import patch
 
@@ -128,14 +130,15 @@ def test_models_that_are_distributed_already() -> None:
 
 def _groups() -> None:
     model = net()
-    with patch.object(dist, "get_backend", return_value="mpi"):
-        with refused("MPI", "gloo", kind=UnsupportedError):
-            compiled(model, 3)(*data(0))
-    still_plain(model)
     inputs = data(0)
-    with patch.object(dist, "is_initialized", return_value=False):
-        with refused("no default process group", "init_process_group", kind=UnsupportedError):
-            compiled(model, 3)(*inputs)
+    mpi = patch.object(dist, "get_backend", return_value="mpi")
+    with mpi, refused("MPI", "gloo", kind=UnsupportedError):
+        compiled(model, 3)(*inputs)
+    still_plain(model)
+    no_group = patch.object(dist, "is_initialized", return_value=False)
+    words = ("no default process group", "init_process_group")
+    with no_group, refused(*words, kind=UnsupportedError):
+        compiled(model, 3)(*inputs)
     still_plain(model)
     train(compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -145,17 +148,18 @@ def test_process_groups() -> None:
 
 
 def _optimizers() -> None:
-    for kind in (LBFGS, Adafactor):
+    fused = functools.partial(torch.optim.SGD, fused=True)
+    for kind, name in ((LBFGS, "LBFGS"), (Adafactor, "Adafactor"), (fused, "SGD(fused=True)")):
         model = net()
         optimizer = kind(model.parameters())
-        with refused(kind.__name__, kind=UnsupportedError):
+        with refused(name, kind=UnsupportedError):
             compiled(model, 3)(*data(0))
         still_plain(model)
         del optimizer
         run = compiled(model, 3)
         run(*data(0)).backward()
         optimizer, before = kind(model.parameters()), full(model.first.weight)
-        with refused(kind.__name__, kind=UnsupportedError):
+        with refused(name, kind=UnsupportedError):
             optimizer.step(lambda: torch.zeros(()))
         close(full(model.first.weight), before, "first.weight", 0)
 
@@ -175,6 +179,11 @@ def _options() -> None:
         ({"replicate": 3}, ("replicate=3", "divisor")),
         ({"disable": ("nothing",)}, ("nothing", "merge_unshards")),
     ]
+    with pytest.raises(ConfigError) as caught:
+        torch.compile(net(), backend="zero3", options={"inner": 3})(*data(0))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, ValueError) and str(again) == str(caught.value)
+    assert again.remedy and type(again) is ConfigError
     for options, words in cases:
         torch._dynamo.reset()
         kind = UnsupportedError if "replicate" in options else ConfigError
@@ -197,39 +206,35 @@ def test_options() -> None:
     run_ranks(2, _options)
 
 
-def _transforms() -> None:
-    for stage in STAGES:
-        model, x = net(), data(0)[0]
-        plain = copy.deepcopy(model)
-        zerofx.shard(model, config(stage))
-        given = {name: param.detach() for name, param in plain.named_parameters()}
-        close(
-            torch.func.functional_call(model, given, data(0)),
-            plain(*data(0)),
-            "functional_call with plain values",
-        )
-        mine = {name: param * 1.0 for name, param in model.named_parameters()}
-        got = torch.func.functional_call(model, mine, data(0))
-        close(got, plain(*data(0)), "functional_call with sharded values")
+def _transforms(stage: int) -> None:
+    model, x = net(), data(0)[0]
+    plain = copy.deepcopy(model)
+    zerofx.shard(model, config(stage))
+    given = {name: param.detach() for name, param in plain.named_parameters()}
+    mine = {name: param * 1.0 for name, param in model.named_parameters()}
+    for params in (given, mine):
+        got = torch.func.functional_call(model, params, data(0))
+        close(got, plain(*data(0)), "functional_call")
 
-        def loss(params: dict[str, Tensor], model: nn.Module = model) -> Tensor:
-            return torch.func.functional_call(model, params, data(0))
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, params, data(0))
 
-        want = torch.func.grad(loss)(given)
-        plain(*data(0)).backward()
-        for name, param in plain.named_parameters():
-            assert param.grad is not None
-            close(want[name], param.grad, name)
-        with refused("torch.func", "functional_call", kind=UnsupportedError):
-            torch.func.grad(loss)(dict(model.named_parameters()))
-        with zerofx.unshard(model, writeback=False) as values:
-            again = torch.func.grad(loss)(dict(values))
-        close(again["first.weight"], want["first.weight"], "what the remedy gives")
-        with refused("torch.func", kind=UnsupportedError):
-            torch.vmap(lambda row: model.first(row).sum())(x)
-        with refused("torch.func", kind=UnsupportedError):
-            torch.func.grad(lambda row: F.tanh(model.first(row)).sum())(x)
+    got = torch.func.grad(loss)(given)
+    plain(*data(0)).backward()
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        close(got[name], param.grad, name)
+    with refused("torch.func", "functional_call", kind=UnsupportedError):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    with zerofx.unshard(model, writeback=False) as values:
+        again = torch.func.grad(loss)(dict(values))
+    close(again["first.weight"], got["first.weight"], "what the remedy gives")
+    with refused("torch.func", kind=UnsupportedError):
+        torch.vmap(lambda row: model.first(row).sum())(x)
+    with refused("torch.func", kind=UnsupportedError):
+        torch.func.grad(lambda row: F.tanh(model.first(row)).sum())(x)
 
 
 def test_function_transforms() -> None:
-    run_ranks(2, _transforms)
+    for stage in STAGES:
+        run_ranks(2, _transforms, stage)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Rows, the same every time: greedily the one that holds most pairs not seen yet."""
-    rows = [
-        dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
-    ]
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True
+) -> list[Row]:
+    """Rows, the same every time: greedily the one that holds most pairs not seen yet.
+
+    Args:
+        factors: values of each factor.
+        allowed: only these rows, and the pairs they hold, count.
+    """
+    every = itertools.product(*factors.values())
+    rows = [row for values in every if allowed(row := dict(zip(factors, values, strict=True)))]
     missing = set().union(*map(_pairs, rows))
     chosen = []
     while missing:

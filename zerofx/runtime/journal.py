@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import json
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from zerofx.errors import DivergedError
 
 _KEPT = 4096
 _SLOTS = 4
+_ANSWER_SECONDS = 10.0
 _RANK_REMEDY = (
     "every rank must run the same modules in the same order; look for control flow that depends "
     "on the rank or on its data"
@@ -107,7 +109,7 @@ class Journal:
             return
         theirs = self._store.get(key).decode()
         if theirs.split()[0] == str(step - 1) and theirs != self._steps[0]:
-            self.explain_hang()
+            self.explain_within(_ANSWER_SECONDS)
             raise DivergedError(
                 f"ranks {self._rank} and {peer} issued different collectives by step {step - 1}",
                 _RANK_REMEDY,
@@ -146,6 +148,17 @@ class Journal:
                 behind = mine["count"] - theirs["count"]
                 late.append(f"rank {peer} is {behind} collectives behind, {theirs['place']}")
         return late
+
+    def explain_within(self, seconds: float) -> None:
+        """`explain_hang` for a while: other ranks may be about to publish their journals.
+
+        Raises:
+            DivergedError: another rank issued other collectives; the first differences are listed.
+        """
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up:
+            self.explain_hang()
+            time.sleep(0.05)
 
     def answer(self, place: str = "") -> None:
         """Publish this journal if another rank asked for it since the last time."""

@@ -134,16 +134,12 @@ class Watch:
             _log.warning("waiting in %s; %s", self._journal.last(), "; ".join(late))
 
     def _compare_again(self) -> None:
-        """Compare journals for a while: the other ranks may be about to publish theirs."""
-        give_up = time.monotonic() + min(self._patience, _GRACE_SECONDS)
-        while self._found is None and time.monotonic() < give_up:
-            try:
-                self._journal.explain_hang()
-            except DivergedError as error:
-                self._found = error
-            except RuntimeError:
-                return  # the store went away with the rank that held it
-            time.sleep(0.05)
+        try:
+            self._journal.explain_within(min(self._patience, _GRACE_SECONDS))
+        except DivergedError as error:
+            self._found = error
+        except RuntimeError as error:
+            _log.debug("the store went away with the rank that held it: %s", error)
 
     def _describe_place(self) -> str:
         """The line of the user's program that the watched thread is at."""

@@ -88,21 +88,26 @@ def read_full(param: Tensor, layout: int) -> Tensor:
     return UNSHARD(shard, value.shape, layout)
 
 
-@torch.compiler.disable
 def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
-    # Around code that Dynamo skipped it would compile DTensor's own frames.
     if not isinstance(below_transforms(param), DTensor):
         return param
+    state = bound_states(module)[name]
     if inside_transform():
         raise UnsupportedError(
             f"a torch.func transform runs over a sharded {type(module).__name__}",
             "give it full values: with zerofx.unshard(model, writeback=False) as values: "
             "torch.func.functional_call(model, values, inputs)",
-            [bound_states(module)[name].spec.name],
+            [state.spec.name],
         )
-    spec = bound_states(module)[name].spec
-    refuse_past_recompile_limit(spec.name)
-    return read_full(param, spec.layout.handle)
+    session = state.domain.session
+    if session.config.broadcast_buffers and backward_id() < 0:
+        # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
+        session.sync_buffers(list(module.buffers(recurse=False)))
+    return read_full(param, state.spec.layout.handle)
+
+
+# Around code that Dynamo skipped it would compile DTensor's own frames.
+_read_quietly: Any = torch.compiler.disable(_read_eagerly)
 
 
 @functools.cache
@@ -119,8 +124,9 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     )
     if issubclass(base, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, _ignore)
+    make: Any = type(base)
     with _quiet(base):
-        return type(base)(base.__name__, (base,), body)
+        return make(base.__name__, (base,), body)
 
 
 @contextlib.contextmanager
@@ -130,18 +136,18 @@ def _quiet(base: type[nn.Module]) -> Iterator[None]:
     That hook may want arguments, or register the class; it ran for the user's class already.
     """
     own = vars(base).get("__init_subclass__")
-    base.__init_subclass__ = classmethod(lambda cls, **kwargs: None)  # pyright: ignore
+    setattr(base, "__init_subclass__", classmethod(lambda cls, **kwargs: None))  # noqa: B010
     try:
         yield
     finally:
         if own is None:
-            del base.__init_subclass__
+            delattr(base, "__init_subclass__")
         else:
-            base.__init_subclass__ = own
+            setattr(base, "__init_subclass__", own)  # noqa: B010
 
 
 def _parameter_property(name: str) -> property:
-    def read(self: nn.Module) -> Any:
+    def read(self: Any) -> Any:
         param = self._parameters.get(name, _ABSENT)
         if param is _ABSENT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -150,7 +156,7 @@ def _parameter_property(name: str) -> property:
         if torch.compiler.is_compiling():
             sharded = isinstance(param, DTensor)  # functional_call puts plain values here
             return read_full(param, self._zerofx_layouts[name]) if sharded else param
-        return _read_eagerly(self, name, param) if _in_forward() else param
+        return _read_quietly(self, name, param) if _in_forward() else param
 
     skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own
     return property(read)
@@ -185,9 +191,10 @@ def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     """Before `load_state_dict`: each rank takes its rows of plain full values."""
     for name, state in bound_states(module).items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            if value.shape == state.spec.shape:
-                state_dict[prefix + name] = cut(value, state)
+        if isinstance(value, DTensor) or not isinstance(value, Tensor):
+            continue
+        if value.shape == state.spec.shape:
+            state_dict[prefix + name] = cut(value, state)
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

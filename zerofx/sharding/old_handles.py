@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer
 
 from zerofx.errors import StaleHandleError, UnsupportedError
 from zerofx.runtime.params import ParamState
-
-_WHOLE = (LBFGS, Adafactor)
 
 Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
 """Old parameter and its new state, by the old one's `id`."""
@@ -63,7 +61,7 @@ def optimizers_of(params: list[nn.Parameter]) -> list[Optimizer]:
     """
     wanted = {id(param) for param in params}
     found = _holders(wanted)
-    if any(isinstance(optimizer, _WHOLE) for optimizer in found):
+    if any(_needs_more(optimizer) for optimizer in found):
         # One that the user dropped already may live on in a reference cycle.
         del found
         gc.collect()
@@ -81,18 +79,26 @@ def _holders(wanted: set[int]) -> list[Optimizer]:
 
 
 def refuse_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse kinds of optimizers that need whole parameters.
+    """Refuse optimizers that need whole parameters, or that torch has not taught about `DTensor`s.
 
     Raises:
         UnsupportedError: names the class.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, _WHOLE):
+        if what := _needs_more(optimizer):
             raise UnsupportedError(
-                f"optimizer {type(optimizer).__name__} does not work on sharded parameters",
+                f"optimizer {what} does not work on sharded parameters",
                 "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
-                "element by element",
+                "element by element; of torch's fused ones, Adam and AdamW",
             )
+
+
+def _needs_more(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, (LBFGS, Adafactor)):
+        return name
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return f"{name}(fused=True)" if fused and isinstance(optimizer, (SGD, Adagrad)) else ""
 
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
@@ -110,14 +116,14 @@ def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None
 
 def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
     """Carry Python attributes and hooks over; handles of the hooks stay good."""
-    new.__dict__.update(old.__dict__)
+    vars(new).update(vars(old))
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
         old._backward_hooks = None
     hooks = getattr(old, "_post_accumulate_grad_hooks", None)
     if hooks:
         new._post_accumulate_grad_hooks = hooks
-        old._post_accumulate_grad_hooks = None
+        setattr(old, "_post_accumulate_grad_hooks", None)  # noqa: B010 (typed as always there)
 
 
 def move_lists(replaced: Replaced) -> None:
@@ -137,8 +143,8 @@ def make_stale(old: nn.Parameter, name: str) -> None:
     """Free the full value and make any further use of `old` an error."""
     old.grad = None
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
-    old.__dict__.clear()
-    old.__dict__["_zerofx_name"] = name
+    vars(old).clear()
+    vars(old)["_zerofx_name"] = name
     old.__class__ = StaleParameter
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.params import ParamState, as_dtensor

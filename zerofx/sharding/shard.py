@@ -16,8 +16,8 @@ from zerofx.runtime.session import Session
 from zerofx.sharding import old_handles
 from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.classes import bind, bound_states
-from zerofx.sharding.rows import cut, own_rows
 from zerofx.sharding.refuse import refuse_parameters, refuse_wrappers
+from zerofx.sharding.rows import cut, own_rows
 
 
 def shard_model(model: nn.Module, config: ZeroConfig) -> Session:
