@@ -21,6 +21,7 @@ SOURCE = Path(zerofx.__file__).parent / "torch_private.py"
 OWNERS = {
     "_boxed_call": None,  # set, not read
     "_cdata": "torch.UntypedStorage",
+    "_get_backend": "torch.distributed.ProcessGroup",
     "_get_op_type": "torch.distributed.Work",
     "_orig_mod": "torch._dynamo.eval_frame.OptimizedModule",
 }
@@ -61,10 +62,22 @@ def _chains() -> Iterator[tuple[str, list[str]]]:
         yield (value.id if isinstance(value, ast.Name) else ""), attributes
 
 
+def _foreign_chains() -> Iterator[tuple[str, list[str]]]:
+    """Chains that do not start from a module of Python's own."""
+    own = {
+        alias.asname or alias.name
+        for node in ast.walk(_tree())
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if not alias.name.startswith("torch")
+    }
+    return ((start, attributes) for start, attributes in _chains() if start not in own)
+
+
 def _used() -> list[str]:
     imports = _imports()
     names = set(imports.values())
-    for start, attributes in _chains():
+    for start, attributes in _foreign_chains():
         if start in imports:
             names.add(".".join([imports[start], *attributes]))
         else:
@@ -104,7 +117,7 @@ def test_attributes_of_objects_are_listed() -> None:
     imports = _imports()
     unknown = {
         name
-        for start, attributes in _chains()
+        for start, attributes in _foreign_chains()
         for name in attributes
         if start not in imports and _is_private(name) and name not in OWNERS
     }

@@ -23,7 +23,9 @@ def _retained(stage: int) -> None:
     pair = Pair(make("mlp"), stage, rtol=1e-6)
     pair.backward(_loss, 0, retain_graph=True)
     pair.step()
-    losses = [[run(*batch("mlp", dist.get_rank(), n)) for n in (1, 2)] for run in (pair.run, pair.plain)]
+    losses = [
+        [run(*batch("mlp", dist.get_rank(), n)) for n in (1, 2)] for run in (pair.run, pair.plain)
+    ]
     for first, second in losses:
         second.backward(retain_graph=True)
         first.backward()
@@ -142,7 +144,9 @@ def _hvp(stage: int) -> None:
         params = list(model.parameters())
         loss = model(draw(4, 7, seed=5)).square().mean()
         slopes = torch.autograd.grad(loss, params, create_graph=True)
-        along = sum((slope * param.detach()).sum() for slope, param in zip(slopes, params, strict=True))
+        along = sum(
+            (slope * param.detach()).sum() for slope, param in zip(slopes, params, strict=True)
+        )
         products.append([full(each) for each in torch.autograd.grad(along, params)])
     for name, ours, theirs in zip(dict(pair.model.named_parameters()), *products, strict=True):
         # Ours is d(mean gradient)/dw along w, which is the same on every rank.

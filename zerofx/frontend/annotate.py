@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -28,7 +29,7 @@ class GraphInputs:
     Attributes:
         params: parameter by input position.
         buffers: buffer name by input position.
-        session: the sharded model; `None` for a graph without parameters.
+        sessions: the sharded models it reads, the one with most parameters first.
     """
 
     params: dict[int, ParamSpec]
@@ -47,17 +48,12 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
     Raises:
         UnsupportedError: a parameter is a `DTensor` that zerofx did not make.
     """
-    states = _states_by_param()
-    params: dict[int, ParamSpec] = {}
-    buffers: dict[int, str] = {}
-    votes: dict[int, tuple[int, Session]] = {}
-    named_buffers = _names_by_buffer()
+    states, named_buffers = _states_by_param(), _buffers_by_id()
+    found: dict[int, ParamState] = {}
+    buffers: dict[int, tuple[Session, str]] = {}
     for position, value in enumerate(inputs):
-        state = states.get(id(value))
-        if state is not None:
-            params[position] = state.spec
-            session = state.domain.session
-            votes[id(session)] = (votes.get(id(session), (0, session))[0] + 1, session)
+        if id(value) in states:
+            found[position] = states[id(value)]
         elif isinstance(value, DTensor) and isinstance(value, nn.Parameter):
             raise UnsupportedError(
                 "the model has DTensor parameters that zerofx did not make",
@@ -66,8 +62,36 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
             )
         elif id(value) in named_buffers:
             buffers[position] = named_buffers[id(value)]
-    ordered = sorted(votes.values(), key=lambda vote: -vote[0])
-    return GraphInputs(params, buffers, tuple(session for _, session in ordered))
+    prefixes = _prefixes(state.domain.session for state in found.values())
+    return GraphInputs(
+        {place: _qualified(state, prefixes) for place, state in found.items()},
+        {place: prefixes.get(session, "") + name for place, (session, name) in buffers.items()},
+        tuple(prefixes),
+    )
+
+
+def _prefixes(readers: Iterable[Session]) -> dict[Session, str]:
+    """What to put before the names of each model's parameters, the model with most first.
+
+    Nothing, unless the graph reads several models: then their classes, numbered if needed.
+    """
+    votes = collections.Counter(readers)
+    if len(votes) < 2:
+        return dict.fromkeys(votes, "")
+    out: dict[Session, str] = {}
+    for session, _ in votes.most_common():
+        kind = type(session.root()).__name__
+        others = sum(prefix.rstrip("0123456789#.") == kind for prefix in out.values())
+        out[session] = f"{kind}#{others + 1}." if others else f"{kind}."
+    return out
+
+
+def _qualified(state: ParamState, prefixes: dict[Session, str]) -> ParamSpec:
+    spec, prefix = state.spec, prefixes[state.domain.session]
+    if not prefix:
+        return spec
+    tied = tuple(prefix + name for name in spec.tied)
+    return dataclasses.replace(spec, name=prefix + spec.name, tied=tied)
 
 
 def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:
@@ -114,11 +138,11 @@ def _states_by_param() -> dict[int, ParamState]:
     }
 
 
-def _names_by_buffer() -> dict[int, str]:
-    sessions = {id(domain.session): domain.session for domain in live_domains()}
+def _buffers_by_id() -> dict[int, tuple[Session, str]]:
+    sessions = dict.fromkeys(domain.session for domain in live_domains())
     return {
-        id(buffer): name
-        for session in sessions.values()
+        id(buffer): (session, name)
+        for session in sessions
         if (root := session.root()) is not None
         for name, buffer in root.named_buffers()
     }

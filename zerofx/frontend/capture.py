@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ class Capture:
 
     def __init__(self, config: ZeroConfig, inputs: GraphInputs, compiler: SegmentCompiler) -> None:
         self.config = config
-        self.inputs = inputs
+        # Programs outlive models in Dynamo's cache, and must not keep their memory.
+        self.inputs = dataclasses.replace(inputs, sessions=())
         self.compiler = compiler
         session = inputs.session
         handle = session.replicated.layout.handle if session else 0

@@ -48,22 +48,37 @@ def lower(program: Program, compiler: SegmentCompiler) -> Executable:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     number = {node: index for index, node in enumerate(inputs)}
     for piece in pieces:
-        for node in piece.outputs if isinstance(piece, Segment) else (piece,):
+        for node in _made_by(piece):
             number[node] = len(number)
     last = _last_readers(program, pieces)
     backward = program.region is Region.BACKWARD
     steps: list[Step] = []
     for index, piece in enumerate(pieces):
-        many = isinstance(piece, Segment)
-        read = piece.inputs if many else tuple(piece.all_input_nodes)
-        made = piece.outputs if many else (piece,)
-        run = compiler.compile(piece, is_backward=backward) if many else _bind(piece)
-        drops = [number[node] for node in (*read, *made) if last.get(node, -1) == index]
-        reads = tuple(number[node] for node in read)
-        steps.append(Step(run, reads, tuple(number[n] for n in made), tuple(drops), many))
+        read, made = _read_by(piece), _made_by(piece)
+        if isinstance(piece, Segment):
+            run = compiler.compile(piece, is_backward=backward)
+        else:
+            run = _bind(piece)
+        steps.append(
+            Step(
+                run,
+                inputs=tuple(number[node] for node in read),
+                outputs=tuple(number[node] for node in made),
+                drops=tuple(number[n] for n in (*read, *made) if last.get(n, -1) == index),
+                many=isinstance(piece, Segment),
+            )
+        )
     outputs = [Register(number[v]) if isinstance(v, fx.Node) else v for v in program.outputs]
     unread = [number[node] for node in inputs if not node.users]
     return Executable(steps, len(inputs), len(number), outputs, unread)
+
+
+def _read_by(piece: fx.Node | Segment) -> tuple[fx.Node, ...]:
+    return piece.inputs if isinstance(piece, Segment) else tuple(piece.all_input_nodes)
+
+
+def _made_by(piece: fx.Node | Segment) -> tuple[fx.Node, ...]:
+    return piece.outputs if isinstance(piece, Segment) else (piece,)
 
 
 def _last_readers(program: Program, pieces: Iterable[fx.Node | Segment]) -> dict[fx.Node, int]:
@@ -71,8 +86,7 @@ def _last_readers(program: Program, pieces: Iterable[fx.Node | Segment]) -> dict
     returned = {value for value in program.outputs if isinstance(value, fx.Node)}
     last: dict[fx.Node, int] = {}
     for index, piece in enumerate(pieces):
-        read = piece.inputs if isinstance(piece, Segment) else piece.all_input_nodes
-        last.update((node, index) for node in read if node not in returned)
+        last.update((node, index) for node in _read_by(piece) if node not in returned)
     return last
 
 
@@ -80,10 +94,10 @@ def _bind(node: fx.Node) -> Run:
     """The runtime call behind a communication node; its tensor arguments come in a list."""
     match node.target:
         case op if op is UNSHARD_START:
-            domain, size = domain_of(_handle(node, 2)), node.args[1]
+            domain, size = domain_of(_handle(node, 2)), _size(node)
             return lambda args: domain.unshard_start(args[0], size)
         case op if op is UNSHARD_WAIT:
-            start, size = node.args
+            start, size = node.args[0], _size(node)
             assert isinstance(start, fx.Node)
             domain = domain_of(_handle(start, 2))
             return lambda args: domain.unshard_wait(args[0], size)
@@ -106,6 +120,12 @@ def _bind(node: fx.Node) -> Run:
             return lambda args: args[0][index]
         case _:
             raise PassError(f"no runtime for {node.target}", "report this", [node.name])
+
+
+def _size(node: fx.Node) -> tuple[int, ...]:
+    size = node.args[1]
+    assert isinstance(size, (list, tuple))
+    return tuple(int(extent) for extent in size)  # pyright: ignore[reportArgumentType]
 
 
 def _handle(node: fx.Node, position: int) -> int:

@@ -57,9 +57,7 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
         )
 
 
-def read_whole(
-    module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, ParamSpec]
-) -> None:
+def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, ParamSpec]) -> None:
     """Let operations on a parameter itself work on its full value.
 
     `sum(p.square().sum() for p in self.parameters())` does not go through the modules' properties.

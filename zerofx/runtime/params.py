@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,22 @@ from zerofx.ir.spec import ParamSpec
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
     from zerofx.runtime.session import Session
+
+
+_OWNER = "_zerofx_owner"
+
+
+class _Owner:
+    """Keeps a parameter's state alive with the parameter, for a backward that outlives the model.
+
+    It does not travel in pickles of the parameter alone.
+    """
+
+    def __init__(self, state: ParamState) -> None:
+        self.state = state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return collections.OrderedDict, ()
 
 
 class ParamState:
@@ -42,6 +59,7 @@ class ParamState:
         self.dirty = False
         self.pending_grad: Tensor | None = None
         self._seen = self._versions()
+        vars(param)[_OWNER] = _Owner(self)
         self._grad_mark: tuple[int, int, int] | None = None
         self._watches_grad = False
         domain.register(self)
@@ -57,7 +75,7 @@ class ParamState:
             self.param.requires_grad,
             self.shard.detach().clone(),
             grad,
-            dict(self.param.__dict__),
+            {name: value for name, value in vars(self.param).items() if name != _OWNER},
         )
 
     @property

@@ -149,8 +149,12 @@ class Session:
         self._accumulation.refuse_pending(self.states, map(id, params))
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Give `buffers` rank 0's values, if they changed since the last time."""
-        stale = [buffer for buffer in buffers if self._buffer_versions.get(buffer) != _mark(buffer)]
+        """Give `buffers` rank 0's values, if any changed since the last time.
+
+        All of them: eager BatchNorm bumps the version of its counter, not of its statistics.
+        """
+        changed = any(self._buffer_versions.get(buffer) != _mark(buffer) for buffer in buffers)
+        stale = buffers if changed else ()
         if stale and self.world.size > 1:
             self.journal.record("broadcast", f"{len(stale)} buffers")
             with torch.no_grad(), self._watch.explained():

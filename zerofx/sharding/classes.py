@@ -99,6 +99,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
             "torch.func.functional_call(model, values, inputs)",
             [state.spec.name],
         )
+    refuse_past_recompile_limit(state.spec.name)
     session = state.domain.session
     if session.config.broadcast_buffers and backward_id() < 0:
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
