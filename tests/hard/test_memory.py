@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -41,7 +40,6 @@ def _programs() -> dict[Region, Any]:
 def _weights_alive(stage: int) -> tuple[int, int, float]:
     """Most storages of a weight's size at a collective, in forward and backward; planned peak."""
     run = torch.compile(_deep(), backend=f"zero{stage}", options=EAGER)
-    optimizer: list[int] = []
 
     def step() -> tuple[list[int], list[int]]:
         counts: tuple[list[int], list[int]] = ([0], [0])
@@ -54,7 +52,6 @@ def _weights_alive(stage: int) -> tuple[int, int, float]:
     step()
     forward, backward = step()
     planned = max(peak_full_bytes(program) for program in _programs().values())
-    del optimizer
     return max(forward), max(backward), planned / PADDED
 
 
@@ -62,7 +59,7 @@ def test_stage_3_holds_no_more_full_weights_than_planned() -> None:
     for forward, backward, planned in run_ranks(2, _weights_alive, 3):
         assert planned <= 2, "the plan itself holds many"
         # In backward one full gradient, of the weight's own size, is alive besides.
-        assert forward <= planned, (forward, planned)
+        assert 1 <= forward <= planned, (forward, planned)
         assert backward <= planned + 1, (backward, planned)
 
 
@@ -83,30 +80,34 @@ def test_stage_2_never_holds_all_full_gradients() -> None:
     assert min(run_ranks(2, _gradients_alive, 1)) == DEPTH, "the measure sees nothing"
 
 
-class Big(nn.Module):
-    """Its input is large, and dead as soon as the first layer read it."""
+class Bulge(nn.Module):
+    """Its first activation is large, and dead as soon as the second layer read it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(64, 1, bias=False), nn.Linear(1, 1, bias=False)
+        self.first, self.second = nn.Linear(1, 61, bias=False), nn.Linear(61, 1, bias=False)
+        self.third, self.fourth = nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x).mean()).view(1, 1)).sum()
+        return self.fourth(self.third(self.second(self.first(x)).mean().view(1, 1)))
 
 
-def _input_dies(stage: int) -> list[bool]:
-    """Whether the input is alive at each collective of an inference forward."""
-    run = torch.compile(Big(), backend=f"zero{stage}", options=EAGER)
+def _bulges_alive() -> list[int]:
+    """Number of large activations alive at each collective of an inference forward."""
+    rows = 1009
+    run = torch.compile(Bulge(), backend="zero3", options=EAGER)
+    counts: list[int] = []
     with torch.no_grad():
-        run(torch.ones(4, 64))
-        x = torch.ones(100_000, 64)
-        seen = weakref.ref(x)
-        alive: list[bool] = []
-        with watched(lambda: alive.append(seen() is not None)):
-            boxed = [x]
-            del x
-            run(boxed.pop())
-    return alive
+        run(torch.ones(rows, 1))
+        with watched(lambda: counts.append(count_of_size((rows * 61 * 4,)))):
+            run(torch.ones(rows, 1))
+    return counts
+
+
+def test_the_executor_drops_values_after_their_last_reader() -> None:
+    # Rank 0 owns the one row of `second` and `fourth`; it sends once per weight, at least.
+    counts = run_ranks(2, _bulges_alive)[0]
+    assert max(counts) == 1 and counts[-1] == 0, counts
 
 
 def _dies_with_its_user(stage: int) -> tuple[bool, bool]:

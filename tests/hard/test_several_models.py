@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -10,15 +11,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerofx
-from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, average, descend, draw, full, same
-from tests.hard.pair import same_gradients, same_parameters
+from tests.hard.pair import (
+    EAGER,
+    INDUCTOR,
+    STAGES,
+    Pair,
+    average,
+    descend,
+    draw,
+    full,
+    same,
+    same_gradients,
+    same_parameters,
+)
 from tests.ranks import run_ranks
 from zerofx import ZeroConfig
 
 
 def _mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

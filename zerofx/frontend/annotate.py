@@ -28,7 +28,7 @@ class GraphInputs:
 
     Attributes:
         params: parameter by input position.
-        buffers: buffer name by input position.
+        buffers: name of each buffer that follows rank 0's, by input position.
         sessions: the sharded models it reads, the one with most parameters first.
     """
 
@@ -143,7 +143,7 @@ def _buffers_by_id() -> dict[int, tuple[Session, str]]:
     return {
         id(buffer): (session, name)
         for session in sessions
-        if (root := session.root()) is not None
+        if session.config.broadcast_buffers and (root := session.root()) is not None
         for name, buffer in root.named_buffers()
     }
 

@@ -91,30 +91,34 @@ def _last_readers(program: Program, pieces: Iterable[fx.Node | Segment]) -> dict
 
 
 def _bind(node: fx.Node) -> Run:
-    """The runtime call behind a communication node; its tensor arguments come in a list."""
+    """The runtime call behind a communication node; its tensor arguments come in a list.
+
+    Domains are looked up at every call: Dynamo may keep a program longer than the user keeps the
+    model, whose memory must not live on with it.
+    """
     match node.target:
         case op if op is UNSHARD_START:
-            domain, size = domain_of(_handle(node, 2)), _size(node)
-            return lambda args: domain.unshard_start(args[0], size)
+            handle, size = _handle(node, 2), _size(node)
+            return lambda args: domain_of(handle).unshard_start(args[0], size)
         case op if op is UNSHARD_WAIT:
             start, size = node.args[0], _size(node)
             assert isinstance(start, fx.Node)
-            domain = domain_of(_handle(start, 2))
-            return lambda args: domain.unshard_wait(args[0], size)
+            handle = _handle(start, 2)
+            return lambda args: domain_of(handle).unshard_wait(args[0], size)
         case op if op is FREE:
-            domain = domain_of(_handle(node, 1))
-            return lambda args: domain.free(args[0])
+            handle = _handle(node, 1)
+            return lambda args: domain_of(handle).free(args[0])
         case op if op is REDUCE_START:
-            domain = domain_of(_handle(node, 2))
-            return lambda args: domain.reduce_start(*args)
+            handle = _handle(node, 2)
+            return lambda args: domain_of(handle).reduce_start(*args)
         case op if op is REDUCE_WAIT:
             start = node.args[0]
             assert isinstance(start, fx.Node)
-            domain = domain_of(_handle(start, 2))
-            return lambda args: domain.reduce_wait(*args)
+            handle = _handle(start, 2)
+            return lambda args: domain_of(handle).reduce_wait(*args)
         case op if op is SYNC_BUFFERS:
-            domain = domain_of(_handle(node, 1))
-            return domain.sync_buffers
+            handle = _handle(node, 1)
+            return lambda args: domain_of(handle).sync_buffers(args)
         case op if op is lookup_seed_op():
             index = node.args[1]
             return lambda args: args[0][index]
@@ -122,13 +126,13 @@ def _bind(node: fx.Node) -> Run:
             raise PassError(f"no runtime for {node.target}", "report this", [node.name])
 
 
-def _size(node: fx.Node) -> tuple[int, ...]:
-    size = node.args[1]
-    assert isinstance(size, (list, tuple))
-    return tuple(int(extent) for extent in size)  # pyright: ignore[reportArgumentType]
-
-
 def _handle(node: fx.Node, position: int) -> int:
     handle = node.args[position]
     assert isinstance(handle, int)
     return handle
+
+
+def _size(node: fx.Node) -> tuple[int, ...]:
+    size = node.args[1]
+    assert isinstance(size, (list, tuple))
+    return tuple(int(extent) for extent in size)  # pyright: ignore[reportArgumentType]

@@ -206,6 +206,16 @@ def no_marker_left(case: Case) -> Iterator[Offence]:
             yield Offence(node, "is a marker that no pass replaced")
 
 
+def buffers_follow(case: Case) -> Iterator[Offence]:
+    """Buffers have rank 0's values before a forward reads them, as DDP's `broadcast_buffers`."""
+    if not case.final or case.program.region not in (Region.FORWARD, Region.INFERENCE):
+        return
+    synced = {node for call in case.calls(ops.SYNC_BUFFERS) for node in call.all_input_nodes}
+    for node in case.program.with_role(Role.BUFFER):
+        if node not in synced:
+            yield Offence(node, "is a buffer that each rank may hold another value of")
+
+
 def within_budget(case: Case) -> Iterator[Offence]:
     """Bytes in flight stay under the budget."""
     if case.budget_bytes is not None:
@@ -232,6 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule("reduced_before", reduced_before, "reduce each gradient once"),
     Rule("every_gradient_reduced", every_gradient_reduced, "read the parameter through its module"),
     Rule("no_marker_left", no_marker_left, _ENABLE),
+    Rule("buffers_follow", buffers_follow, _ENABLE),
     Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
 )
 """Every rule, in the order in which they are checked."""

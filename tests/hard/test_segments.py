@@ -1,0 +1,149 @@
+"""Segments through Inductor: shared by depth, exact in strides, aliases and mutations."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tests.hard.pair import EAGER, INDUCTOR, Pair, draw, same
+from tests.ranks import run_ranks
+from zerofx.frontend import inner
+from zerofx.frontend.segments import Segment, split
+from zerofx.torch_private import run_boxed
+
+
+class Deep(nn.Module):
+    """Residual blocks with dropout."""
+
+    def __init__(self, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(dropout))
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def _num_distinct(depths: list[int], dropout: float) -> list[tuple[int, int]]:
+    """Distinct segments, and ones that reuse them; nothing is compiled."""
+    counts: list[tuple[int, int]] = []
+    for depth in depths:
+        torch._dynamo.reset()
+        gc.collect()
+        run = torch.compile(Deep(depth, dropout), backend="zero3", options=INDUCTOR)
+        with patch.object(inner, "compile_with_inductor", _not_inductor):
+            run(draw(3, 8)).backward()
+        compilers = [each for each in gc.get_objects() if type(each) is inner.SegmentCompiler]
+        counts.append((compilers[-1].num_compiled, compilers[-1].num_shared))
+        del run, compilers
+    return counts
+
+
+def _not_inductor(module: fx.GraphModule, *_: Any) -> Any:
+    return run_boxed(module)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_compilations_do_not_grow_with_depth(dropout: float) -> None:
+    two, four, eight = run_ranks(2, _num_distinct, [2, 4, 8], dropout)[0]
+    # Two blocks have no middle; beyond that only reuse grows.
+    assert four[0] == eight[0] and two[0] <= four[0], (two, four, eight)
+    assert eight[1] > four[1] > two[1]
+
+
+class Strided(nn.Module):
+    """Convolution and BatchNorm over channels_last, whose strides later segments rely on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.head = nn.Conv2d(8, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = F.relu(self.norm(self.conv1(x)))
+        return self.head(self.conv2(maps).mean((2, 3))).square().mean(), maps
+
+
+def _strides() -> None:
+    pair = Pair(Strided().to(memory_format=torch.channels_last), 3, INDUCTOR, rtol=1e-4)
+    # All ranks see the same images: BatchNorm's statistics are then the plain model's.
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    for _ in range(2):
+        (ours, our_maps), (theirs, their_maps) = pair.run(x), pair.plain(x)
+        assert our_maps.stride() == their_maps.stride()
+        same(our_maps.detach(), their_maps.detach(), "maps", 1e-4)
+        for loss in (ours, theirs):
+            loss.backward()
+        pair.step()
+
+
+def test_channels_last_strides_survive() -> None:
+    run_ranks(2, _strides, timeout=110)
+
+
+class Aliasing(nn.Module):
+    """Outputs that alias inputs and each other, and buffers that forward updates."""
+
+    count: Tensor
+    trace: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("trace", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden = torch.tanh(self.linear(x))
+        self.count += 1
+        self.trace.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        out = self.last(hidden) + self.trace
+        return out, out.t(), hidden[:2], x.view(-1)
+
+
+def _aliases(inner_name: str) -> None:
+    options, rtol = (EAGER, 0.0) if inner_name == "eager" else (INDUCTOR, 1e-5)
+    pair = Pair(Aliasing(), 3, options, rtol=rtol)
+    x = torch.randn(4, 6)
+    for number in range(3):
+        ours, theirs = pair.run(x), pair.plain(x)
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            same(one.detach(), other.detach(), f"output {index}", rtol)
+        assert ours[1].untyped_storage().data_ptr() == ours[0].untyped_storage().data_ptr()
+        assert ours[3].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        for outputs in (ours, theirs):
+            (outputs[1].sin().sum() + outputs[2].sum() + outputs[0].square().mean()).backward()
+        pair.step()
+        assert pair.model.get_buffer("count").item() == number + 1
+
+
+@pytest.mark.parametrize("inner_name", ["eager", "inductor"])
+def test_aliasing_outputs_and_mutated_buffers(inner_name: str) -> None:
+    run_ranks(2, _aliases, inner_name, timeout=110)
+
+
+def test_placeholders_of_a_segment_have_unique_names() -> None:
+    """Values called alike by different graphs (`in_0`, here) must not shadow each other."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("in_1", "in_0")]
+    for node in inputs:
+        node.meta["val"] = torch.empty(2)
+    total = graph.call_function(torch.ops.aten.sub.Tensor, tuple(inputs))
+    twice = graph.call_function(torch.ops.aten.add.Tensor, (total, inputs[0]))
+    graph.output((twice,))
+    (segment,) = split(graph)
+    assert isinstance(segment, Segment)
+    names = [node.name for node in segment.module.graph.nodes]
+    assert len(set(names)) == len(names)
+    one, other = torch.tensor([5.0, 6.0]), torch.tensor([1.0, 2.0])
+    assert segment.module(one, other)[0].tolist() == [9.0, 10.0]
