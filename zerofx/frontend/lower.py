@@ -69,7 +69,8 @@ def lower(program: Program, compiler: SegmentCompiler) -> Executable:
             )
         )
     outputs = [Register(number[v]) if isinstance(v, fx.Node) else v for v in program.outputs]
-    unread = [number[node] for node in inputs if not node.users]
+    # Segments also read symbols that only the shapes of their values mention.
+    unread = [number[node] for node in inputs if node not in last and node not in program.outputs]
     return Executable(steps, len(inputs), len(number), outputs, unread)
 
 
