@@ -52,6 +52,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     the sum. At stages 2 and 3 gradients are sharded at rest and every backward reduces all the
     same: the result does not differ, and no memory is spent.
 
+    `zero_grad()` inside drops the sum, but for `zero_grad(set_to_none=False)` of an optimizer built
+    with `foreach=True` or `fused=True`, which leaves no trace on a `DTensor`.
+
     Raises:
         ShardingError: the model is not sharded (yet).
     """

@@ -19,13 +19,13 @@ DEPTH = 2
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_and_traffic(stage: int) -> None:
-    for found in run_ranks(2, measure, stage, depth=DEPTH, timeout=110):
+    for found in run_ranks(2, measure, stage, depth=DEPTH, timeout=220):
         _check(found)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_four_ranks(stage: int) -> None:
-    for found in run_ranks(4, measure, stage, (1,), depth=DEPTH, timeout=110):
+    for found in run_ranks(4, measure, stage, (1,), depth=DEPTH, timeout=220):
         _check(found)
 
 

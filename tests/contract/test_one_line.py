@@ -93,7 +93,7 @@ class _Wide(Net):
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_modes(mode: str) -> None:
-    run_ranks(2, _mode, mode, timeout=110)
+    run_ranks(2, _mode, mode, timeout=220)
 
 
 def _refused_modes() -> None:

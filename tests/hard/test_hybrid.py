@@ -42,7 +42,7 @@ def _hybrid(stage: int, how: str) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("how", ["replicate", "mesh"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks_in_two_groups(stage: int, how: str) -> None:
-    by_rank = run_ranks(4, _hybrid, stage, how, timeout=110)
+    by_rank = run_ranks(4, _hybrid, stage, how, timeout=220)
     for sent, repeated, whole, resident in by_rank:
         # Shards are halves; all-reduces carry shards, messages stay inside a group of two.
         assert 0.45 * whole < resident < 0.55 * whole

@@ -56,7 +56,7 @@ def test_every_collective_is_a_node(name: str, stage: int) -> None:
 
 
 def test_every_collective_is_a_node_through_inductor() -> None:
-    run_ranks(2, _without_markers, "mlp", 3, "inductor", timeout=110)
+    run_ranks(2, _without_markers, "mlp", 3, "inductor", timeout=220)
 
 
 def test_the_markers_would_raise() -> None:

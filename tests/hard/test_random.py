@@ -74,7 +74,7 @@ def _same_as_inductor(stage: int, checkpointed: bool) -> None:
 
 @pytest.mark.parametrize(("stage", "checkpointed"), [(3, False), (3, True), (1, False)])
 def test_inductor_dropout_is_plain_inductors(stage: int, checkpointed: bool) -> None:
-    run_ranks(1, _same_as_inductor, stage, checkpointed, timeout=110)
+    run_ranks(1, _same_as_inductor, stage, checkpointed, timeout=220)
 
 
 def _forward_and_backward_masks_agree(inner: str) -> None:
@@ -106,4 +106,4 @@ def _forward_and_backward_masks_agree(inner: str) -> None:
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_checkpointed_masks_are_drawn_again(inner: str) -> None:
-    run_ranks(2, _forward_and_backward_masks_agree, inner, timeout=110)
+    run_ranks(2, _forward_and_backward_masks_agree, inner, timeout=220)

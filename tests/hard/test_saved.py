@@ -121,6 +121,6 @@ def test_no_full_weight_is_saved(name: str, checkpointed: bool, autocast: bool) 
 
 @pytest.mark.parametrize("name", ["plain", "lora"])
 def test_no_full_weight_is_saved_through_inductor(name: str) -> None:
-    for saved in run_ranks(2, _saves, name, "inductor", True, True, timeout=110):
+    for saved in run_ranks(2, _saves, name, "inductor", True, True, timeout=220):
         large = [shape for shape in saved if torch.Size(shape).numel() > WIDTH * WIDTH // 2]
         assert saved and not large, large

@@ -88,7 +88,7 @@ def _strides() -> None:
 
 
 def test_channels_last_strides_survive() -> None:
-    run_ranks(2, _strides, timeout=110)
+    run_ranks(2, _strides, timeout=220)
 
 
 class Aliasing(nn.Module):
@@ -129,7 +129,7 @@ def _aliases(inner_name: str) -> None:
 
 @pytest.mark.parametrize("inner_name", ["eager", "inductor"])
 def test_aliasing_outputs_and_mutated_buffers(inner_name: str) -> None:
-    run_ranks(2, _aliases, inner_name, timeout=110)
+    run_ranks(2, _aliases, inner_name, timeout=220)
 
 
 def test_placeholders_of_a_segment_have_unique_names() -> None:

@@ -86,7 +86,7 @@ def test_teacher_and_student(stage: int) -> None:
 
 
 def test_teacher_and_student_through_inductor() -> None:
-    run_ranks(2, _teacher, 3, "inductor", timeout=110)
+    run_ranks(2, _teacher, 3, "inductor", timeout=220)
 
 
 def _one_function(stage: int, copied: bool) -> None:

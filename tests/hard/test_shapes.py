@@ -54,7 +54,7 @@ def test_batch_sizes_and_lengths(stage: int, dynamic: bool | None) -> None:
 
 @pytest.mark.parametrize(("stage", "dynamic"), [(3, None), (1, True)])
 def test_batch_sizes_and_lengths_through_inductor(stage: int, dynamic: bool | None) -> None:
-    run_ranks(2, _many_shapes, stage, "inductor", dynamic=dynamic, timeout=110)
+    run_ranks(2, _many_shapes, stage, "inductor", dynamic=dynamic, timeout=220)
 
 
 def _ranks_of_their_own(stage: int) -> None:

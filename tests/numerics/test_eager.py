@@ -33,7 +33,7 @@ def test_two_ranks_agree_bitwise(name: str) -> None:
     ddp = _of_ranks(run_ranks(2, references, name, "ddp", SETTINGS))
     sharded = _of_ranks(run_ranks(2, references, name, "fully_shard", SETTINGS))
     for stage in STAGES:
-        got = _of_ranks(run_ranks(2, zero, name, stage, SETTINGS, timeout=100, **OPTIONS))
+        got = _of_ranks(run_ranks(2, zero, name, stage, SETTINGS, timeout=220, **OPTIONS))
         for number, (_, clip) in enumerate(SETTINGS):
             want = sharded if clip and stage > 0 else ddp
             # DDP gives every rank rank 0's buffers before a forward; FSDP2 leaves them alone.
@@ -61,5 +61,5 @@ def test_four_ranks_agree(name: str) -> None:
 def _four_ranks(row: Row) -> None:
     setting = (row["optimizer"], row["clip"])
     job = (zero_and_reference, row["name"], row["stage"], setting, "ddp", torch.float32)
-    got, want = zip(*run_ranks(4, *job, timeout=100, **OPTIONS), strict=True)
+    got, want = zip(*run_ranks(4, *job, timeout=220, **OPTIONS), strict=True)
     assert_same(got, want, rtol=1e-6)

@@ -115,11 +115,8 @@ class Journal:
                 _RANK_REMEDY,
             )
 
-    def explain_hang(self, place: str = "") -> list[str]:
+    def explain_hang(self) -> list[str]:
         """Publish this journal, ask for the others, and compare with those that are there.
-
-        Args:
-            place: what the rank's program is at, for others to show.
 
         Returns:
             What to say of the ranks that issued fewer collectives: they are late, or stuck where
@@ -128,7 +125,7 @@ class Journal:
         Raises:
             DivergedError: another rank issued other collectives; the first differences are listed.
         """
-        mine = self._publish(place)
+        mine = self._publish()
         self._questions += 1
         self._store.set(f"{self._key}/hang/asked", f"{self._rank} {self._questions}")
         late = []
@@ -146,7 +143,7 @@ class Journal:
                 )
             if theirs["count"] < mine["count"]:
                 behind = mine["count"] - theirs["count"]
-                late.append(f"rank {peer} is {behind} collectives behind, {theirs['place']}")
+                late.append(f"rank {peer} is {behind} collectives behind, after {theirs['last']}")
         return late
 
     def explain_within(self, seconds: float) -> None:
@@ -160,7 +157,7 @@ class Journal:
             self.explain_hang()
             time.sleep(0.05)
 
-    def answer(self, place: str = "") -> None:
+    def answer(self) -> None:
         """Publish this journal if another rank asked for it since the last time."""
         key = f"{self._key}/hang/asked"
         if self._num_ranks == 1 or not self._store.check([key]):
@@ -168,7 +165,7 @@ class Journal:
         question = self._store.get(key)
         if question != self._answered:
             self._answered = question
-            self._publish(place)
+            self._publish()
 
     def last(self) -> str:
         """The collective issued last."""
@@ -184,9 +181,10 @@ class Journal:
         self._store.set(f"{key}/odd", str(odd))
         return odd
 
-    def _publish(self, place: str) -> dict[str, Any]:
+    def _publish(self) -> dict[str, Any]:
+        last = self.last()
         with self._lock:
-            record = {"count": self._count, "recent": list(self._recent), "place": place}
+            record = {"count": self._count, "recent": list(self._recent), "last": last}
         self._store.set(f"{self._key}/hang/{self._rank}", json.dumps(record))
         return record
 

@@ -12,15 +12,11 @@ import atexit
 import contextlib
 import datetime
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from zerofx.errors import DivergedError
 from zerofx.runtime.journal import Journal
@@ -29,9 +25,6 @@ from zerofx.torch_private import is_message
 _log = logging.getLogger(__name__)
 _TICK = datetime.timedelta(milliseconds=1)
 _GRACE_SECONDS = 2.0
-_ELSEWHERE = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__)
-)
 
 
 class Watch:
@@ -48,8 +41,6 @@ class Watch:
         self._waiting: tuple[Any, float] | None = None
         self._found: DivergedError | None = None
         self._warned = False
-        self._place = ""
-        self._owner = threading.get_ident()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -60,7 +51,6 @@ class Watch:
             DivergedError: the ranks issued different collectives.
         """
         self._start()
-        self._owner = threading.get_ident()
         self._waiting = (work, time.monotonic())
         try:
             with self.explained():
@@ -121,10 +111,10 @@ class Watch:
     def _look(self) -> None:
         waiting = self._waiting
         if waiting is None or time.monotonic() - waiting[1] < self._patience:
-            self._journal.answer(self._describe_place())
+            self._journal.answer()
             return
         try:
-            late = self._journal.explain_hang(self._describe_place())
+            late = self._journal.explain_hang()
         except DivergedError as error:
             self._found = error
             _interrupt(waiting[0])
@@ -140,15 +130,6 @@ class Watch:
             self._found = error
         except RuntimeError as error:
             _log.debug("the store went away with the rank that held it: %s", error)
-
-    def _describe_place(self) -> str:
-        """The line of the user's program that the watched thread is at."""
-        frame = sys._current_frames().get(self._owner)
-        while frame is not None and frame.f_code.co_filename.startswith((*_ELSEWHERE, "<")):
-            frame = frame.f_back
-        if frame is None:
-            return "somewhere"
-        return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _look_on(watched: weakref.ref[Watch], stop: threading.Event, pause: float) -> None:
