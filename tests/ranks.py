@@ -67,32 +67,21 @@ class RanksFailed(RuntimeError):
 def run_ranks(
     world_size: int, function: Job, /, *args: Any, timeout: float = 60, **kwargs: Any
 ) -> list[Any]:
-    """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order.
-
-    A job in which a worker died of a signal runs once more in a new pool, and says so: one such
-    death inside torch's own collectives was seen in a thousand jobs. A crash that repeats fails.
-    """
+    """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order."""
     name = _importable_name(function)
-    try:
-        return _run_once(world_size, name, args, kwargs, timeout)
-    except RanksFailed as failed:
-        if not any(f.kind == "Died" and "code -" in f.message for f in failed.failures.values()):
-            raise
-        print(f"\nA WORKER CRASHED, {name} runs once more:\n{failed}", file=sys.__stderr__)
-        return _run_once(world_size, name, args, kwargs, timeout)
-
-
-def _run_once(
-    world_size: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
-) -> list[Any]:
-    pool = _POOLS.get(world_size)
-    if pool is None:
-        pool = _POOLS[world_size] = Pool(world_size)
-    try:
-        return pool.run(name, args, kwargs, timeout)
-    except BaseException:
-        _POOLS.pop(world_size).kill()
-        raise
+    for again in (True, False):
+        pool = _POOLS.get(world_size)
+        if pool is None:
+            pool = _POOLS[world_size] = Pool(world_size)
+        try:
+            return pool.run(name, args, kwargs, timeout)
+        except BaseException as error:
+            _POOLS.pop(world_size).kill()
+            # One in a thousand jobs died inside torch's own collectives; a crash that repeats fails.
+            if not (again and isinstance(error, RanksFailed) and "exit code -" in str(error)):
+                raise
+            print(f"\nA WORKER CRASHED, {name} runs once more:\n{error}", file=sys.__stderr__)
+    raise AssertionError("the second try returns or raises")
 
 
 def close_pools() -> None:

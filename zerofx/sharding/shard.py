@@ -98,12 +98,10 @@ def _compare_plans(session: Session, plan: list[tuple[list[str], nn.Parameter]])
     """Compare what will be sharded with the other ranks, before the first collective."""
     options = session.config
     head = f"stage {options.stage}, mesh {tuple(session.mesh.shape)}, inner {options.inner}"
-    extra = [type(each).__name__ for each in options.passes]
     lines = [
         head,
         f"accumulate {options.accumulate}, small below {options.min_shard_numel}",
-        f"passes without {sorted(options.disable)}, with {extra}, "
-        f"buffers broadcast: {options.broadcast_buffers}",
+        f"disabled passes {sorted(options.disable)}, broadcast {options.broadcast_buffers}",
     ]
     for names, param in plan:
         kind = "" if param.requires_grad else ", frozen"
