@@ -77,7 +77,7 @@ def run_ranks(
             return pool.run(name, args, kwargs, timeout)
         except BaseException as error:
             _POOLS.pop(world_size).kill()
-            # One in a thousand jobs died inside torch's own collectives; a crash that repeats fails.
+            # One in a thousand jobs died inside torch's collectives; a crash that repeats fails.
             if not (again and isinstance(error, RanksFailed) and "exit code -" in str(error)):
                 raise
             print(f"\nA WORKER CRASHED, {name} runs once more:\n{error}", file=sys.__stderr__)
