@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -87,7 +86,6 @@ def _shard_and_compile(
     refuse_running_wrappers()
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
     if plain:
-        _refuse_without_group()
         shard_model(find_root(plain), config)
         restart_dynamo()
     find_missing_roots(step_guard.live_sessions())
@@ -98,15 +96,6 @@ def _shard_and_compile(
         compiler = SegmentCompiler(config.inner, _patches(config, mode))
     _check_options(described, config)
     return Capture(config, described, compiler).compile(module, inputs)
-
-
-def _refuse_without_group() -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise UnsupportedError(
-            "there is no default process group",
-            "call torch.distributed.init_process_group() before the first forward "
-            "(under torchrun it needs no arguments)",
-        )
 
 
 def _check_options(described: GraphInputs, config: ZeroConfig) -> None:
