@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,7 +25,7 @@ from zerofx.runtime.handles import live_domains
 from zerofx.runtime.session import Session
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
 
-_REDUCED = "_zerofx_reduced_by_ddp"
+_REDUCED = "_zerofx_reduced_by_wrapper"
 
 
 def install() -> None:
@@ -74,7 +75,7 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
         return
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     for module in modules:
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             for param in module.parameters():
                 setattr(param, _REDUCED, True)  # looked for once, not at every step
                 suspects.discard(id(param))
