@@ -15,7 +15,7 @@ import dataclasses
 import gc
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -197,7 +197,9 @@ class _Run:
         del grads
         torch.compiler.reset()
 
-    def _step(self, compiled: nn.Module, opt: torch.optim.Optimizer, meter: WireMeter) -> None:
+    def _step(
+        self, compiled: Callable[..., Tensor], opt: torch.optim.Optimizer, meter: WireMeter
+    ) -> None:
         opt.zero_grad()
         for _ in range(self._micro_batches):
             loss = compiled(torch.randint(1024, (1, 16)))

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     group = dist.group.WORLD
     assert group is not None
     comm = make_comm(group, device)
-    ways = [way for way in ALGORITHMS if way == "native" or device.type == "cpu"]
+    ways: list[Algorithm] = [way for way in ALGORITHMS if way == "native" or device.type == "cpu"]
     table = Table("full size", *(f"{what} {way}" for what in ("gather", "reduce") for way in ways))
     for size in args.mebibytes:
         numel = int(size * 2**20 / 4) // comm.size * comm.size

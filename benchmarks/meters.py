@@ -1,16 +1,26 @@
-"""Meters that look at zerofx from outside: live storages, and calls at the process group."""
+"""Meters that look at zerofx and its peers from outside.
+
+Live storages, calls at the process group, the CPU allocator's peak, and what a network interface
+has sent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_MARK = "steady step begins"
 
 Storages = dict[int, int]
 """Bytes by address."""
@@ -98,3 +108,50 @@ _VOLUMES: dict[str, Callable[..., float]] = {
     "all_reduce": _reduced,
     "broadcast": _whole,
 }
+
+
+def peak_bytes(train: Callable[[Callable[[], None]], None]) -> tuple[int, int]:
+    """Most bytes that the CPU allocator had given out at once, and those given out at the start.
+
+    Runs `train(mark)` under the profiler from its first allocation, so that memory which only C++
+    holds (buckets, saved values) counts as well; looks at what happens after `mark()` is called.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trace = os.path.join(folder, "trace.json")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profiled:
+            train(_mark)
+        profiled.export_chrome_trace(trace)
+        with open(trace) as file:
+            return peak_of_events(json.load(file)["traceEvents"])
+
+
+def _mark() -> None:
+    with torch.profiler.record_function(_MARK):
+        pass
+
+
+def peak_of_events(events: list[dict[str, Any]]) -> tuple[int, int]:
+    """Peak and start of the running sum of a trace's memory events, from the mark on."""
+    begin = next(event["ts"] for event in events if event["name"] == _MARK)
+    memory = sorted(
+        (event["ts"], event["args"]["Total Allocated"])
+        for event in events
+        if event["name"] == "[memory]"
+    )
+    start = [total for when, total in memory if when < begin][-1]
+    return max([start, *(total for when, total in memory if when >= begin)]), start
+
+
+def interface_bytes(interface: str) -> int:
+    """Bytes that a network interface of this namespace has sent."""
+    return sent_bytes(Path("/proc/net/dev").read_text(), interface)
+
+
+def sent_bytes(text: str, interface: str) -> int:
+    """The same, from the text of `/proc/net/dev`."""
+    for line in text.splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise ValueError(f"there is no interface {interface!r} here")

@@ -1,0 +1,146 @@
+"""From outcomes to figures: medians over rounds, ratios, and whether losses agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.compare.contenders import CONTENDERS
+from benchmarks.compare.trial import Outcome
+
+FLOOR = "compute"
+RTOL = 5e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What the table says of one contender; None where nothing was measured.
+
+    Attributes:
+        contender: its name.
+        failure: why there are no figures.
+        step_ms: median over rounds.
+        spread_ms: slowest round less fastest.
+        per_second: tokens or images of all ranks.
+        exposed_ms: step less that of the floor.
+        ratio: step over that of the baseline.
+        peak_bytes: memory within a step.
+        rest_bytes: memory between steps.
+        wire_bytes: sent per rank and step.
+        wire_ratio: the same over the formula of the ZeRO stage.
+        least_ms: what the formula's bytes take at the measured goodput.
+        first_s: to the end of the first step, median over rounds.
+        disagreement: largest relative difference of a loss, if it is too large.
+    """
+
+    contender: str
+    failure: str = ""
+    step_ms: float | None = None
+    spread_ms: float | None = None
+    per_second: float | None = None
+    exposed_ms: float | None = None
+    ratio: float | None = None
+    peak_bytes: int | None = None
+    rest_bytes: int | None = None
+    wire_bytes: float | None = None
+    wire_ratio: float | None = None
+    least_ms: float | None = None
+    first_s: float | None = None
+    disagreement: float | None = None
+
+
+def summarize(
+    outcomes: Sequence[Outcome],
+    *,
+    ranks: int,
+    baseline: str = FLOOR,
+    goodput: float | None = None,
+) -> list[Figures]:
+    """One line for each contender, in the order of their first outcomes.
+
+    A contender that failed in any round failed.
+    """
+    grouped: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        grouped.setdefault(outcome.contender, []).append(outcome)
+    steps = {name: _median(one.step_ms for one in group) for name, group in grouped.items()}
+    differences = loss_differences(grouped)
+    return [
+        _figures(name, group, steps, baseline, ranks, goodput, differences.get(name))
+        for name, group in grouped.items()
+    ]
+
+
+def _figures(
+    name: str,
+    group: Sequence[Outcome],
+    steps: Mapping[str, float | None],
+    baseline: str,
+    ranks: int,
+    goodput: float | None,
+    difference: float | None,
+) -> Figures:
+    failure = next((one.failure for one in group if one.failure), "")
+    if failure:
+        return Figures(name, failure)
+    step, floor, base = steps[name], steps.get(FLOOR), steps.get(baseline)
+    times = [one.step_ms for one in group if one.step_ms]
+    needed = formula_bytes(CONTENDERS[name].traffic, group[0].num_params, ranks)
+    wire = _median(one.wire_bytes for one in group)
+    return Figures(
+        name,
+        step_ms=step,
+        spread_ms=max(times) - min(times) if times else None,
+        per_second=1e3 * group[0].num_units / step if step else None,
+        exposed_ms=step - floor if step and floor else None,
+        ratio=step / base if step and base else None,
+        peak_bytes=max(one.peak_bytes for one in group) or None,
+        rest_bytes=max(one.rest_bytes for one in group) or None,
+        wire_bytes=wire,
+        wire_ratio=wire / needed if wire and needed else None,
+        least_ms=1e3 * needed / goodput if goodput and needed else None,
+        first_s=_median(one.first_s for one in group),
+        disagreement=difference if difference is None or not difference <= RTOL else None,
+    )
+
+
+def formula_bytes(traffic: int, num_params: int, ranks: int) -> float:
+    """Bytes of fp32 that each rank must send per step: (W−1)/W × traffic × 4Ψ."""
+    return (ranks - 1) / ranks * traffic * 4 * num_params
+
+
+def loss_differences(grouped: Mapping[str, Sequence[Outcome]]) -> dict[str, float]:
+    """How far each contender's losses are from the median contender's, relatively, at worst.
+
+    The floor's ranks train models of their own: only its first loss is compared.
+    """
+    curves = {
+        name: [one.losses[: None if _averages(name) else 1] for one in group if one.losses]
+        for name, group in grouped.items()
+    }
+    joined = [curve for name in curves if _averages(name) for curve in curves[name]]
+    if not joined:
+        return {}
+    middle = [statistics.median(column) for column in zip(*joined, strict=True)]
+    return {name: _furthest(found, middle) for name, found in curves.items() if found}
+
+
+def _averages(name: str) -> bool:
+    return CONTENDERS[name].averages
+
+
+def _furthest(curves: Sequence[Sequence[float]], middle: Sequence[float]) -> float:
+    differences = [
+        abs(loss - wanted) / abs(wanted)
+        for curve in curves
+        for loss, wanted in zip(curve, middle, strict=False)
+    ]
+    # max() forgets what is not a number.
+    return math.inf if any(map(math.isnan, differences)) else max(differences)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = [value for value in values if value > 0]  # others on `lo` can make a count negative
+    return statistics.median(found) if found else None

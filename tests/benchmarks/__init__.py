@@ -1,0 +1,1 @@
+"""Tests of the programs that measure; they measure nothing themselves."""

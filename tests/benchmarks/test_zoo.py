@@ -1,0 +1,32 @@
+"""The models: their sizes, and that they and their data are the same on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.compare.zoo import MODELS, batches, build
+
+SIZES = {"gpt": 27.3, "tiny": 0.55, "llama": 19.7, "t5": 22.8, "cnn": 20.7}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str) -> None:
+    # Where nothing is computed and nothing initialized: shapes and gradients are what counts.
+    with torch.device("meta"):
+        model = build(name)
+    size = sum(param.numel() for param in model.parameters()) / 1e6
+    assert size == pytest.approx(SIZES[name], rel=0.01)
+    inside = {id(param) for block in model.blocks() for param in block.parameters()}
+    assert inside and inside < {id(param) for param in model.parameters()}
+    model(*(part.to("meta") for part in batches(model, 0, 1)[0])).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_seeds() -> None:
+    one, two = build("tiny"), build("tiny")
+    assert all(map(torch.equal, one.parameters(), two.parameters()))
+    (first, second), other = batches(one, 0, 2), batches(one, 1, 1)[0]
+    assert torch.equal(first[0], batches(two, 0, 1)[0][0])
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], other[0])
