@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,12 +53,20 @@ class Hand:
     def unshard(self, shard: fx.Node) -> fx.Node:
         return self._param_call(ops.UNSHARD, Role.FULL, shard)
 
-    def start(self, shard: fx.Node) -> fx.Node:
-        return self._param_call(ops.UNSHARD_START, Role.UNSHARD, shard)
+    def start(self, *shards: fx.Node) -> fx.Node:
+        specs = [self.params[facts(shard).param] for shard in shards]
+        names = tuple(spec.name for spec in specs)
+        handle = specs[0].layout.handle
+        param = names[0] if len(names) == 1 else ""
+        node = self.call(ops.UNSHARD_START, list(shards), handle, role=Role.UNSHARD, param=param)
+        set_facts(node, dataclasses.replace(facts(node), members=names))
+        return node
 
-    def wait(self, start: fx.Node) -> fx.Node:
-        spec = self.params[facts(start).param]
-        return self.call(ops.UNSHARD_WAIT, start, list(spec.shape), role=Role.FULL, param=spec.name)
+    def wait(self, start: fx.Node, shard: fx.Node | None = None) -> fx.Node:
+        member = shard if shard is not None else ops.members(start)[0]
+        spec = self.params[facts(member).param]
+        args = (start, member, list(spec.shape))
+        return self.call(ops.UNSHARD_WAIT, *args, role=Role.FULL, param=spec.name)
 
     def gather(self, shard: fx.Node) -> fx.Node:
         return self.wait(self.start(shard))
@@ -70,6 +79,14 @@ class Hand:
         spec = self.params[facts(shard).param]
         handle = spec.layout.handle
         return self.call(ops.REDUCE_GRAD, grad, shard, handle, role=Role.REDUCE, param=spec.name)
+
+    def reduced(self, grad: fx.Node, shard: fx.Node) -> fx.Node:
+        """Start and wait of a reduction."""
+        spec = self.params[facts(shard).param]
+        args = ([grad], [shard], spec.layout.handle)
+        start = self.call(ops.REDUCE_START, *args, role=Role.REDUCE, param=spec.name)
+        set_facts(start, dataclasses.replace(facts(start), members=(spec.name,)))
+        return self.call(ops.REDUCE_WAIT, start, shard, role=Role.GRAD, param=spec.name)
 
     def program(self, outputs: Sequence[Any], num_user_outputs: int | None = None) -> Program:
         self.graph.output(tuple(outputs))

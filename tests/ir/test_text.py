@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import re
 
@@ -15,7 +16,7 @@ from tests.passes.golden import apply
 from tests.passes.models import mlp
 from tests.program_builder import layout_of, specs_of, trace_joint
 from zerofx.ir import ops
-from zerofx.ir.facts import Facts, Role, set_facts
+from zerofx.ir.facts import Facts, Role, facts, set_facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
@@ -39,8 +40,8 @@ def test_names_say_the_role() -> None:
     text = print_program(gathered())
     for line in (
         "shard.w: f64[2, 3]  # layout=shard2",
-        "unshard.w: f64[3, 3] = unshard_start(shard.w, [3, 3], shard2)",
-        "full.w: f64[3, 3] = unshard_wait(unshard.w, [3, 3])",
+        "unshard.w = unshard_start([shard.w], shard2)",
+        "full.w: f64[3, 3] = unshard_wait(unshard.w, shard.w, [3, 3])",
         "%0: f64[3, 3] = t(full.w)",
         "return %2",
     ):
@@ -148,11 +149,23 @@ def test_notes_name_bucket_bytes_module_and_pass() -> None:
     hand = Hand(specs_of({"layers.0.weight": (4, 4)}, layout_of(2)))
     start = hand.start(hand.shard("layers.0.weight"))
     record = Facts(
-        Role.UNSHARD, "layers.0.weight", "layers.0", bucket="b3", wire_bytes=64, origin="fuse"
+        Role.FULL, "layers.0.weight", "layers.0", bucket="b3", wire_bytes=64, origin="fuse"
     )
-    set_facts(start, record)
-    text = print_program(hand.program([hand.wait(start)]))
+    wait = hand.wait(start)
+    set_facts(wait, record)
+    text = print_program(hand.program([wait]))
     assert "# wire=64B module=layers.0 bucket=b3 by=fuse" in text
+
+
+def test_buckets_are_called_by_their_names() -> None:
+    hand = Hand(specs_of({"v": (4, 4), "w": (4, 4)}, layout_of(2)))
+    shards = [hand.shard("v"), hand.shard("w")]
+    start = hand.start(*shards)
+    set_facts(start, dataclasses.replace(facts(start), bucket="layers.0"))
+    waits = [hand.wait(start, shard) for shard in shards]
+    text = print_program(hand.program([hand.call(aten.mm.default, *waits)]))
+    assert "unshard.layers.0 = unshard_start([shard.v, shard.w], shard2)\n" in text
+    assert "full.w: f64[4, 4] = unshard_wait(unshard.layers.0, shard.w, [4, 4])\n" in text
 
 
 def test_node_that_names_no_parameter_elsewhere_says_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import pytest
@@ -12,7 +13,7 @@ from tests.passes.models import compile_all, layout_for, mlp, passes_for
 from tests.program_builder import layout_of, specs_of, trace_joint
 from zerofx.errors import VerificationError
 from zerofx.ir import ops
-from zerofx.ir.facts import Role
+from zerofx.ir.facts import Role, facts, set_facts
 from zerofx.ir.program import Program
 from zerofx.ir.rules import RULES, SMALL_NUMEL
 from zerofx.ir.spec import Region
@@ -37,7 +38,7 @@ def refused(program: Program, rule: str, *words: str, **options: object) -> None
 def test_dropped_wait() -> None:
     hand = Hand(PARAMS)
     start = hand.start(hand.shard(W))
-    y = hand.call(aten.mm.default, hand.input("x", 2, 4), start)
+    y = hand.call(aten.relu.default, start)
     refused(
         hand.program([y]), "one_wait", f"parameter {W}", "module layers.0", f"unshard.{W} is waited"
     )
@@ -46,7 +47,8 @@ def test_dropped_wait() -> None:
 def test_reader_that_does_not_wait() -> None:
     hand = Hand(PARAMS)
     start = hand.start(hand.shard(W))
-    y = hand.call(aten.mm.default, hand.wait(start), start)
+    hand.wait(start)
+    y = hand.call(aten.relu.default, start)
     refused(hand.program([y]), "one_wait", "%0 reads", "before the wait", f"parameter {W}")
 
 
@@ -64,8 +66,22 @@ def test_dropped_wait_of_a_reduction() -> None:
 
 def test_wait_without_start() -> None:
     hand = Hand(PARAMS)
-    wait = hand.call(ops.UNSHARD_WAIT, hand.input("p", 4, 4), [4, 4], role=Role.FULL, param=W)
+    args = (hand.input("p", 0), hand.shard(W), [4, 4])
+    wait = hand.call(ops.UNSHARD_WAIT, *args, role=Role.FULL, param=W)
     refused(hand.program([wait]), "one_wait", "not started")
+
+
+def test_member_that_nobody_waits_for() -> None:
+    hand = Hand(PARAMS)
+    start = hand.start(hand.shard(W), hand.shard(V))
+    refused(hand.program([hand.wait(start)]), "one_wait", "0 times", f"by {V}")
+
+
+def test_wait_for_no_member() -> None:
+    hand = Hand(PARAMS)
+    start = hand.start(hand.shard(W))
+    both = [hand.wait(start), hand.wait(start, hand.shard(V))]
+    refused(hand.program(both), "one_wait", f"full.{V} waits for no member", f"unshard.{W}")
 
 
 def test_waits_out_of_order() -> None:
@@ -89,9 +105,20 @@ def test_swapped_collectives() -> None:
 def test_shard_of_another_parameter() -> None:
     hand = Hand(PARAMS)
     shard = hand.call(aten.detach.default, hand.shard(V))
-    args = (shard, [4, 4], PARAMS[W].layout.handle)
+    args = ([shard], PARAMS[W].layout.handle)
     start = hand.call(ops.UNSHARD_START, *args, role=Role.UNSHARD, param=W)
-    refused(hand.program([hand.wait(start)]), "own_shard", f"unshard.{W} works on the shard of {V}")
+    set_facts(start, dataclasses.replace(facts(start), members=(W,)))
+    wait = hand.call(ops.UNSHARD_WAIT, start, shard, [4, 4], role=Role.FULL, param=W)
+    refused(hand.program([wait]), "own_shard", f"full.{W} works on the shard of {V}")
+
+
+def test_member_of_another_name() -> None:
+    hand = Hand(PARAMS)
+    shard = hand.shard(V)
+    start = hand.start(shard)
+    wait = hand.wait(start)
+    set_facts(start, dataclasses.replace(facts(start), members=(W,)))
+    refused(hand.program([wait]), "own_shard", f"the shard of {V}, not of {W}")
 
 
 def test_second_gather_of_a_parameter() -> None:
@@ -296,5 +323,7 @@ def _product(free: tuple[str, ...]) -> Program:
 
 
 def _reduce_start(hand: Hand, grad: object, param: str) -> torch.fx.Node:
-    args = (grad, hand.shard(param), PARAMS[param].layout.handle)
-    return hand.call(ops.REDUCE_START, *args, role=Role.REDUCE, param=param)
+    args = ([grad], [hand.shard(param)], PARAMS[param].layout.handle)
+    start = hand.call(ops.REDUCE_START, *args, role=Role.REDUCE, param=param)
+    set_facts(start, dataclasses.replace(facts(start), members=(param,)))
+    return start

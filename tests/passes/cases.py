@@ -15,15 +15,23 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
 from zerofx.passes.copy_returned import CopyReturned
+from zerofx.passes.fuse_reduces import FuseReduces
+from zerofx.passes.fuse_unshards import FuseUnshards
 from zerofx.passes.insert_frees import InsertFrees
 from zerofx.passes.insert_reduces import InsertReduces
 from zerofx.passes.insert_unshards import InsertUnshards
 from zerofx.passes.merge_reduces import MergeReduces
 from zerofx.passes.merge_unshards import MergeUnshards
+from zerofx.passes.schedule import Schedule
 from zerofx.passes.sync_buffers import SyncBuffers
 
 aten = torch.ops.aten
 _TWO = specs_of({"w": (3, 3), "v": (3, 3)}, layout_of(2))
+_THREE = specs_of({"l.0.w": (3, 3), "l.0.v": (3, 3), "l.1.u": (3, 3)}, layout_of(2))
+_MIXED = {
+    **specs_of({"a": (3, 3), "b": (3, 3)}, layout_of(2)),
+    **specs_of({"c": (3, 3)}, layout_of(3)),
+}
 _ONE = specs_of({"w": (3, 3)}, layout_of(2))
 _RESIDENT = specs_of({"w": (3, 3)}, layout_of(2, resident=True))
 _REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
@@ -141,6 +149,49 @@ def gathered_views() -> Program:
     return hand.program([hand.call(aten.add.Tensor, y, copy)])
 
 
+def chain(params: dict[str, object], stage: int = 3) -> Callable[[], Program]:
+    """One product for each parameter, its weight gathered and freed right there."""
+
+    def build() -> Program:
+        hand = Hand(params, stage=stage)  # type: ignore[arg-type]
+        shards = [hand.shard(name) for name in params]
+        x = hand.input("x", 2, 3)
+        for shard in shards:
+            full = hand.gather(shard)
+            x = hand.call(aten.mm.default, x, hand.call(aten.t.default, full))
+            hand.free(full)
+        return hand.program([x])
+
+    return build
+
+
+def gradients_reduced(params: dict[str, object]) -> Callable[[], Program]:
+    """Each gradient reduced as soon as it exists, and returned through a view."""
+
+    def build() -> Program:
+        hand = Hand(params, Region.BACKWARD)  # type: ignore[arg-type]
+        shards = [hand.shard(name) for name in params]
+        dy, outputs = hand.input("dy", 3, 3), []
+        for shard in shards:
+            dy = hand.call(aten.mm.default, dy, dy)
+            reduced = hand.reduced(dy, shard)
+            outputs.append(hand.call(aten.view.default, reduced, [2, 3]))
+        return hand.program(outputs)
+
+    return build
+
+
+def pointwise_between() -> Program:
+    """The gather goes behind the product, so that both additions stay one kernel."""
+    hand = Hand(_ONE)
+    shard, x = hand.shard("w"), hand.input("x", 3, 3)
+    y = hand.call(aten.relu.default, hand.call(aten.mm.default, x, x))
+    full = hand.gather(shard)
+    z = hand.call(aten.add.Tensor, y, full)
+    hand.free(full)
+    return hand.program([hand.call(aten.mm.default, z, x)])
+
+
 def gathered_resident() -> Program:
     hand = Hand(_RESIDENT, stage=2)
     full = hand.gather(hand.shard("w"))
@@ -176,6 +227,16 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("insert_frees", "doc"): (InsertFrees(), gathered),
     ("insert_frees", "views"): (InsertFrees(), gathered_views),
     ("insert_frees", "resident"): (InsertFrees(), gathered_resident),
+    ("fuse_unshards", "doc"): (FuseUnshards(), chain(_TWO)),
+    ("fuse_unshards", "blocks"): (FuseUnshards(target_bytes=200), chain(_THREE)),
+    ("fuse_unshards", "layouts"): (FuseUnshards(), chain(_MIXED)),
+    ("fuse_unshards", "alone"): (FuseUnshards(target_bytes=0), chain(_TWO)),
+    ("fuse_reduces", "doc"): (FuseReduces(), gradients_reduced(_TWO)),
+    ("fuse_reduces", "blocks"): (FuseReduces(target_bytes=200), gradients_reduced(_THREE)),
+    ("schedule", "doc"): (Schedule(), chain(_TWO)),
+    ("schedule", "strict"): (Schedule(prefetch_bytes=0), chain(_TWO)),
+    ("schedule", "seams"): (Schedule(), pointwise_between),
+    ("schedule", "reductions"): (Schedule(), gradients_reduced(_THREE)),
     ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
     ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
 }

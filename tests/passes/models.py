@@ -48,6 +48,10 @@ def passes_for(stage: int, without: str = "") -> tuple[Pass, ...]:
     return pipeline(ZeroConfig(stage=stage, disable=disable), 1)  # type: ignore[arg-type]
 
 
+def mandatory_for(stage: int) -> tuple[Pass, ...]:
+    return tuple(each for each in passes_for(stage) if each.mandatory)
+
+
 @dataclasses.dataclass
 class Data:
     """What all ranks start from."""

@@ -170,7 +170,9 @@ def test_write_under_way() -> None:
 
 def test_wait_without_start() -> None:
     hand = Hand(PARAMS)
-    wait = hand.call(ops.UNSHARD_WAIT, hand.shard("w"), [5, 3], role=Role.FULL, param="w")
+    shard = hand.shard("w")
+    args = (shard, shard, [5, 3])
+    wait = hand.call(ops.UNSHARD_WAIT, *args, role=Role.FULL, param="w")
     _refuse(hand.program([wait]), "not started")
 
 

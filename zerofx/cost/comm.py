@@ -22,10 +22,18 @@ Algorithm = Literal["native", "point_to_point"]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithms:
-    """One choice per collective."""
+    """One choice per collective.
+
+    Attributes:
+        all_gather: how chunks are gathered.
+        reduce_scatter: how gradients are averaged and split.
+        pack_bytes: members of a bucket up to this size travel in one message; larger ones travel
+            from and to where they lie.
+    """
 
     all_gather: Algorithm
     reduce_scatter: Algorithm
+    pack_bytes: int = 256 << 10
 
     @property
     def untagged(self) -> bool:

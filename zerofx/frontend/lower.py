@@ -20,6 +20,9 @@ from zerofx.ir.ops import (
     UNSHARD,
     UNSHARD_START,
     UNSHARD_WAIT,
+    members,
+    started_by,
+    waits_of,
 )
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -99,24 +102,21 @@ def _bind(node: fx.Node) -> Run:
     """
     match node.target:
         case op if op is UNSHARD_START:
-            handle, size = _handle(node, 2), _size(node)
-            return lambda args: domain_of(handle).unshard_start(args[0], size)
+            return _bind_gather(node)
         case op if op is UNSHARD_WAIT:
-            start, size = node.args[0], _size(node)
-            assert isinstance(start, fx.Node)
-            handle = _handle(start, 2)
-            return lambda args: domain_of(handle).unshard_wait(args[0], size)
+            handle, member, size = *_member(node, 1), _size(node)
+            return lambda args: domain_of(handle).unshard_wait(args[0], member, size)
         case op if op is FREE:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).free(args[0])
         case op if op is REDUCE_START:
-            handle = _handle(node, 2)
-            return lambda args: domain_of(handle).reduce_start(*args)
+            handle, given, shards = _handle(node, 2), _places(node, 0), _places(node, 1)
+            return lambda args: domain_of(handle).reduce_start(
+                [args[place] for place in given], [args[place] for place in shards]
+            )
         case op if op is REDUCE_WAIT:
-            start = node.args[0]
-            assert isinstance(start, fx.Node)
-            handle = _handle(start, 2)
-            return lambda args: domain_of(handle).reduce_wait(*args)
+            handle, member = _member(node, 2)
+            return lambda args: domain_of(handle).reduce_wait(args[0], member, args[1])
         case op if op is SYNC_BUFFERS:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).sync_buffers(args)
@@ -127,13 +127,34 @@ def _bind(node: fx.Node) -> Run:
             raise PassError(f"no runtime for {node.target}", "report this", [node.name])
 
 
+def _bind_gather(start: fx.Node) -> Run:
+    """Global sizes stand at the waits, of which verified programs have one for each member."""
+    handle, shards = _handle(start, 1), _places(start, 0)
+    sizes = [_size(wait) for wait in waits_of(start)]
+    return lambda args: domain_of(handle).unshard_start([args[place] for place in shards], sizes)
+
+
+def _places(node: fx.Node, position: int) -> list[int]:
+    """For each node of a list argument, where its value stands among the distinct inputs."""
+    inputs, given = node.all_input_nodes, node.args[position]
+    assert isinstance(given, (list, tuple))
+    return [inputs.index(each) for each in given if isinstance(each, fx.Node)]
+
+
+def _member(wait: fx.Node, handle_at: int) -> tuple[int, int]:
+    """Layout handle of the collective that is waited for, and which of its members."""
+    start, shard = started_by(wait), wait.args[1]
+    assert isinstance(shard, fx.Node)
+    return _handle(start, handle_at), members(start).index(shard)
+
+
 def _handle(node: fx.Node, position: int) -> int:
     handle = node.args[position]
     assert isinstance(handle, int)
     return handle
 
 
-def _size(node: fx.Node) -> tuple[int, ...]:
-    size = node.args[1]
+def _size(wait: fx.Node) -> tuple[int, ...]:
+    size = wait.args[2]
     assert isinstance(size, (list, tuple))
     return tuple(int(extent) for extent in size)  # pyright: ignore[reportArgumentType]

@@ -121,9 +121,9 @@ class Case:
 
     @functools.cached_property
     def collectives(self) -> tuple[str, ...]:
-        """What is started, in order: `unshard w`, `reduce w`."""
+        """What is started, in order: `unshard w`, `reduce v, w`."""
         kinds: dict[Any, str] = {ops.UNSHARD_START: "unshard", ops.REDUCE_START: "reduce"}
-        return tuple(f"{kinds[n.target]} {facts(n).param}" for n in self.calls(*kinds))
+        return tuple(f"{kinds[n.target]} {', '.join(facts(n).members)}" for n in self.calls(*kinds))
 
     @functools.cached_property
     def returned(self) -> list[fx.Node]:
@@ -143,7 +143,7 @@ class Case:
         for full in self.gathered:
             if ops.is_call(full, ops.UNSHARD):
                 continue
-            start, size = full.all_input_nodes[0], self._full_bytes(full)
+            start, size = ops.started_by(full), self._full_bytes(full)
             changes[start] = changes.get(start, 0) + size
             for free in self.frees.get(full, ())[:1]:
                 changes[free] = changes.get(free, 0) - size

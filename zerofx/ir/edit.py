@@ -57,6 +57,17 @@ class Editor:
         """Move `node` to right after `anchor`."""
         anchor.append(node)
 
+    def move_readers_after(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        """Let all that is computed from `node` follow `anchor`; returns the last of it."""
+        queue = [node]
+        while queue:
+            for user in queue.pop(0).users:
+                if user.op != "output":
+                    self.move_after(user, anchor)
+                    anchor = user
+                    queue.append(user)
+        return anchor
+
     def note(self, node: fx.Node, **changes: Any) -> None:
         """Change fields of a node's facts."""
         set_facts(node, dataclasses.replace(facts(node), **changes))

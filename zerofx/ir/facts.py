@@ -42,6 +42,8 @@ class Facts:
         layout: printed name of the parameter's layout.
         axis: mesh axis that its bytes cross.
         bucket: name of the bucket it belongs to.
+        members: of a collective, the parameters that it moves, in order; `param` is then empty
+            unless there is only one.
         wire_bytes: bytes that this rank sends.
         tier: memory that holds the value.
         origin: pass that inserted it; empty for traced nodes.
@@ -53,6 +55,7 @@ class Facts:
     layout: str = ""
     axis: str = ""
     bucket: str = ""
+    members: tuple[str, ...] = ()
     wire_bytes: int = 0
     tier: Tier = Tier.DEVICE
     origin: str = ""

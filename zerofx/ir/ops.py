@@ -8,19 +8,21 @@ Markers appear while a model is traced and say nothing about when or how bytes m
 
 Passes replace them by program nodes, which only a program holds:
 
-* `unshard_start(shard, size, layout)` → `unshard_wait(pending, size)` → `free(full, layout)`;
-* `reduce_start(grad, shard, layout)` → `reduce_wait(pending, shard)`;
+* `unshard_start(shards, layout)` → `unshard_wait(pending, shard, size)` → `free(full, layout)`;
+* `reduce_start(grads, shards, layout)` → `reduce_wait(pending, shard)`;
 * `sync_buffers(buffers, layout)`: rank 0's values, in place.
 
-`size` is the global shape, `layout` an integer handle (see `zerofx.ir.spec.Layout`). Eager kernels
-of the markers are registered by `zerofx.runtime.markers`; program nodes are bound by
-`zerofx.runtime.execute`, or interpreted by `zerofx.sim.lockstep`.
+A start moves a bucket: one or more parameters of one layout, its members. Each member is waited for
+by a node of its own, which names it by its shard. `size` is the global shape, `layout` an integer
+handle (see `zerofx.ir.spec.Layout`). Eager kernels of the markers are registered by
+`zerofx.runtime.markers`; program nodes are bound by `zerofx.runtime.execute`, or interpreted by
+`zerofx.sim.lockstep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -31,10 +33,10 @@ _LIBRARY = _torch_library.Library("zerofx", "DEF")
 for _schema in (
     "unshard(Tensor shard, SymInt[] size, int layout) -> Tensor",
     "reduce_grad(Tensor grad, Tensor shard, int layout) -> Tensor",
-    "unshard_start(Tensor shard, SymInt[] size, int layout) -> Tensor",
-    "unshard_wait(Tensor pending, SymInt[] size) -> Tensor",
+    "unshard_start(Tensor[] shards, int layout) -> Tensor",
+    "unshard_wait(Tensor pending, Tensor shard, SymInt[] size) -> Tensor",
     "free(Tensor full, int layout) -> ()",
-    "reduce_start(Tensor grad, Tensor shard, int layout) -> Tensor",
+    "reduce_start(Tensor[] grads, Tensor[] shards, int layout) -> Tensor",
     "reduce_wait(Tensor pending, Tensor shard) -> Tensor",
     "sync_buffers(Tensor[] buffers, int layout) -> ()",
 ):
@@ -50,6 +52,7 @@ REDUCE_START = _ops.reduce_start.default
 REDUCE_WAIT = _ops.reduce_wait.default
 SYNC_BUFFERS = _ops.sync_buffers.default
 
+_WAITS = (UNSHARD_WAIT, REDUCE_WAIT)
 PROGRAM_OPS = frozenset(
     (UNSHARD_START, UNSHARD_WAIT, FREE, REDUCE_START, REDUCE_WAIT, SYNC_BUFFERS)
 )
@@ -69,6 +72,25 @@ def is_call(node: fx.Node, *ops: Any) -> bool:
     return node.op == "call_function" and node.target in ops
 
 
+def members(start: fx.Node) -> list[fx.Node]:
+    """The shards of the parameters that `unshard_start` or `reduce_start` moves, in order."""
+    shards = start.args[0 if is_call(start, UNSHARD_START) else 1]
+    return [shard for shard in cast("list[Any]", shards) if isinstance(shard, fx.Node)]
+
+
+def started_by(wait: fx.Node) -> fx.Node:
+    """The collective that `unshard_wait` or `reduce_wait` waits for."""
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    return start
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective's members, in the order of the members."""
+    by_shard = {user.args[1]: user for user in start.users if is_call(user, *_WAITS)}
+    return [by_shard[shard] for shard in members(start) if shard in by_shard]
+
+
 @_fake("zerofx::unshard")
 def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
     return shard.new_empty(size)
@@ -80,13 +102,13 @@ def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
 
 
 @_fake("zerofx::unshard_start")
-def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
-    return shard.new_empty(size)
+def _(shards: list[Tensor], layout: int) -> Tensor:
+    return shards[0].new_empty(0)
 
 
 @_fake("zerofx::unshard_wait")
-def _(pending: Tensor, size: list[int]) -> Tensor:
-    return pending.new_empty(size)
+def _(pending: Tensor, shard: Tensor, size: list[int]) -> Tensor:
+    return shard.new_empty(size)
 
 
 @_fake("zerofx::free")
@@ -95,13 +117,13 @@ def _(full: Tensor, layout: int) -> None:
 
 
 @_fake("zerofx::reduce_start")
-def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
-    return grad.new_empty(shard.shape)
+def _(grads: list[Tensor], shards: list[Tensor], layout: int) -> Tensor:
+    return grads[0].new_empty(0)
 
 
 @_fake("zerofx::reduce_wait")
 def _(pending: Tensor, shard: Tensor) -> Tensor:
-    return pending.new_empty(shard.shape)
+    return shard.new_empty(shard.shape)
 
 
 @_fake("zerofx::sync_buffers")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, fx
 
@@ -17,13 +19,7 @@ from zerofx.ir.view import identity_source
 SMALL_NUMEL = 1024
 """Values computed from parameters alone may be saved for backward up to this many elements."""
 
-_SHARD_ARGUMENT = {
-    ops.UNSHARD: 0,
-    ops.UNSHARD_START: 0,
-    ops.REDUCE_GRAD: 1,
-    ops.REDUCE_START: 1,
-    ops.REDUCE_WAIT: 1,
-}
+_SHARD_ARGUMENT = {ops.UNSHARD: 0, ops.UNSHARD_WAIT: 1, ops.REDUCE_GRAD: 1, ops.REDUCE_WAIT: 1}
 
 
 class Offence(NamedTuple):
@@ -52,19 +48,26 @@ def read_in_order(case: Case) -> Iterator[Offence]:
 
 
 def one_wait(case: Case) -> Iterator[Offence]:
-    """Every gather and every reduction is waited for exactly once, before all its readers."""
+    """Every member of a collective is waited for exactly once, before all its readers."""
     pairs = ((ops.UNSHARD_START, ops.UNSHARD_WAIT), (ops.REDUCE_START, ops.REDUCE_WAIT))
     for start_op, wait_op in pairs:
         for start in case.calls(start_op):
             waits = [user for user in start.users if ops.is_call(user, wait_op)]
-            if len(waits) != 1:
-                yield Offence(start, f"is waited for {len(waits)} times, not once")
+            waited = collections.Counter(wait.args[1] for wait in waits)
+            for shard, name in _members(start):
+                if waited[shard] != 1:
+                    yield Offence(
+                        start, f"is waited for {waited[shard]} times, not once, by {name}"
+                    )
             for user in start.users:
                 if user not in waits:
                     yield Offence(user, f"reads {case.name(start)} before the wait", start)
         for wait in case.calls(wait_op):
-            if not isinstance(wait.args[0], fx.Node) or not ops.is_call(wait.args[0], start_op):
+            start = wait.args[0]
+            if not isinstance(start, fx.Node) or not ops.is_call(start, start_op):
                 yield Offence(wait, "waits for something that was not started")
+            elif wait.args[1] not in ops.members(start):
+                yield Offence(wait, f"waits for no member of {case.name(start)}", start)
 
 
 def waits_in_order(case: Case) -> Iterator[Offence]:
@@ -72,7 +75,7 @@ def waits_in_order(case: Case) -> Iterator[Offence]:
     for wait_op in (ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
         last = -1
         for wait in case.calls(wait_op):
-            started = case.place[wait.all_input_nodes[0]]
+            started = case.place[ops.started_by(wait)]
             if started < last:
                 yield Offence(wait, "is waited for after a collective that started later")
             last = max(last, started)
@@ -98,9 +101,14 @@ def own_shard(case: Case) -> Iterator[Offence]:
     for op, place in _SHARD_ARGUMENT.items():
         for node in case.calls(op):
             shard = node.args[place]
-            source = facts(identity_source(shard)) if isinstance(shard, fx.Node) else None
-            if source and source.role is Role.SHARD and source.param != facts(node).param:
-                yield Offence(node, f"works on the shard of {source.param}")
+            if isinstance(shard, fx.Node) and (other := _other_shard(shard, facts(node).param)):
+                yield Offence(node, f"works on the shard of {other}")
+    for start in case.calls(ops.UNSHARD_START, ops.REDUCE_START):
+        if len(ops.members(start)) != len(facts(start).members):
+            yield Offence(start, f"names {len(facts(start).members)} members")
+        for shard, param in _members(start):
+            if other := _other_shard(shard, param):
+                yield Offence(start, f"works on the shard of {other}, not of {param}")
 
 
 def one_gather(case: Case) -> Iterator[Offence]:
@@ -109,10 +117,10 @@ def one_gather(case: Case) -> Iterator[Offence]:
         return
     first: dict[str, fx.Node] = {}
     for node in case.calls(ops.UNSHARD, ops.UNSHARD_START):
-        param = facts(node).param
-        if param and param in first:
-            yield Offence(node, f"gathers what {case.name(first[param])} gathers already")
-        first.setdefault(param, node)
+        for param in _moved(node):
+            if param in first:
+                yield Offence(node, f"gathers what {case.name(first[param])} gathers already")
+            first.setdefault(param, node)
 
 
 def freed_once(case: Case) -> Iterator[Offence]:
@@ -172,18 +180,20 @@ def one_reduction(case: Case) -> Iterator[Offence]:
         return
     first: dict[str, fx.Node] = {}
     for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        param = facts(node).param
-        if param and param in first:
-            yield Offence(node, f"reduces a gradient that {case.name(first[param])} reduces too")
-        first.setdefault(param, node)
+        for param in _moved(node):
+            if param in first:
+                yield Offence(
+                    node, f"reduces a gradient that {case.name(first[param])} reduces too"
+                )
+            first.setdefault(param, node)
 
 
 def reduced_before(case: Case) -> Iterator[Offence]:
     """A gradient that was reduced is not reduced again on its way out."""
     for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        grad = node.args[0]
-        for earlier in case.reductions.get(grad, ()) if isinstance(grad, fx.Node) else ():
-            yield Offence(node, f"reduces what {case.name(earlier)} already reduced", earlier)
+        for grad in _reduced_by(node):
+            for earlier in case.reductions.get(grad, ()):
+                yield Offence(node, f"reduces what {case.name(earlier)} already reduced", earlier)
 
 
 def every_gradient_reduced(case: Case) -> Iterator[Offence]:
@@ -195,7 +205,8 @@ def every_gradient_reduced(case: Case) -> Iterator[Offence]:
         param, gradient = facts(shard).param, gradients[place]
         if facts(shard).role is not Role.SHARD or not isinstance(gradient, fx.Node):
             continue
-        if param not in {facts(node).param for node in case.reductions.get(gradient, ())}:
+        found = {name for node in case.reductions.get(gradient, ()) for name in _moved(node)}
+        if param not in found:
             yield Offence(gradient, f"is the gradient of {param}, and no rank reduced it", shard)
 
 
@@ -246,6 +257,31 @@ RULES: tuple[Rule, ...] = (
     Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
 )
 """Every rule, in the order in which they are checked."""
+
+
+def _moved(node: fx.Node) -> tuple[str, ...]:
+    """Names of the parameters that a marker or a collective moves."""
+    record = facts(node)
+    return record.members or ((record.param,) if record.param else ())
+
+
+def _members(start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """Shard and name of every member; without a name if the facts do not hold one."""
+    shards, names = ops.members(start), facts(start).members
+    return zip(shards, itertools.chain(names, itertools.repeat("")), strict=False)
+
+
+def _reduced_by(node: fx.Node) -> list[fx.Node]:
+    """The gradients that a marker or a collective reduces."""
+    given = node.args[0]
+    grads = cast("list[Any]", given) if isinstance(given, (list, tuple)) else [given]
+    return [grad for grad in grads if isinstance(grad, fx.Node)]
+
+
+def _other_shard(shard: fx.Node, param: str) -> str:
+    """The parameter whose shard it is, if that is known and not `param`."""
+    source = facts(identity_source(shard))
+    return source.param if source.role is Role.SHARD and source.param != param else ""
 
 
 def _numel(node: fx.Node) -> int:

@@ -39,7 +39,7 @@ _INPUT_PREFIXES = {
 _LAYOUT_ARGUMENT = {
     ops.UNSHARD: 2,
     ops.REDUCE_GRAD: 2,
-    ops.UNSHARD_START: 2,
+    ops.UNSHARD_START: 1,
     ops.REDUCE_START: 2,
     ops.FREE: 1,
     ops.SYNC_BUFFERS: 1,
@@ -101,13 +101,13 @@ class _Printer:
         name, record = self.names[node], facts(node)
         if record.role is Role.MESH:
             return name
-        typed = self._value(node.meta.get("val"))
+        typed = "" if _is_token(node) else self._value(node.meta.get("val"))
         head = f"{name}: {typed}" if typed else name
         if node.op in ("placeholder", "get_attr"):
             body = head
         else:
             call = f"{_target(node)}({self._arguments(node)})"
-            body = f"{head} = {call}" if typed else call
+            body = f"{head} = {call}" if typed or _is_token(node) else call
         notes = _notes(record, name, node.op == "placeholder")
         return f"{body}  # {notes}" if notes else body
 
@@ -178,9 +178,15 @@ class _Printer:
         return self._symbols.setdefault(match.group(), f"{letter}{same}")
 
 
+def _is_token(node: fx.Node) -> bool:
+    """Whether the value stands for a collective under way."""
+    return ops.is_call(node, ops.UNSHARD_START, ops.REDUCE_START)
+
+
 def _stem(node: fx.Node) -> str:
     record = facts(node)
-    suffix = f".{record.param}" if record.param else ""
+    about = record.bucket if _is_token(node) and record.bucket else record.param
+    suffix = f".{about}" if about else ""
     if record.role is Role.MESH:
         return "mesh"
     if node.op == "placeholder":
@@ -212,7 +218,7 @@ def _notes(record: Facts, name: str, shows_layout: bool) -> str:
         "layout": record.layout if shows_layout else "",
         "wire": f"{record.wire_bytes}B" if record.wire_bytes else "",
         "module": record.module,
-        "bucket": record.bucket,
+        "bucket": "" if record.bucket and record.bucket in name else record.bucket,
         "by": record.origin,
     }
     return " ".join(f"{key}={text}" for key, text in shown.items() if text)

@@ -31,9 +31,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs whose memory the value of `node` may share."""
     if node.op != "call_function":
         return []
-    if is_call(node, UNSHARD_WAIT):
-        return node.all_input_nodes
-    if is_call(node, UNSHARD_START, REDUCE_WAIT):
+    if is_call(node, UNSHARD_WAIT, UNSHARD_START, REDUCE_WAIT):
         return []
     if _is_getitem(node) or node.target in _HIDDEN_VIEWS or _schema_aliases(node.target):
         return node.all_input_nodes[:1] if _is_getitem(node) else node.all_input_nodes
@@ -68,6 +66,19 @@ def identity_source(node: fx.Node) -> fx.Node:
             break
         node = source
     return node
+
+
+def only_returned(wait: fx.Node) -> bool:
+    """Whether nothing but identities of a value, and the output, read it."""
+    queue = [wait]
+    while queue:
+        for user in queue.pop().users:
+            if user.op == "output":
+                continue
+            if identity_source(user) is user:
+                return False
+            queue.append(user)
+    return True
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -33,7 +33,7 @@ class InsertReduces(Pass):
     Before:
         g = mm(t(x), dy); s = reduce_grad(g, shard)
     After:
-        g = mm(t(x), dy); p = reduce_start(g, shard); s = reduce_wait(p, shard)
+        g = mm(t(x), dy); p = reduce_start([g], [shard]); s = reduce_wait(p, shard)
     """
 
     place: Literal["ready", "end"] = "ready"
@@ -52,25 +52,17 @@ class InsertReduces(Pass):
         """Insert the nodes."""
         for node, wire_bytes in plan.reductions:
             grad, shard, layout = node.args
-            record = dataclasses.replace(facts(node), role=Role.REDUCE, wire_bytes=wire_bytes)
+            known = facts(node)
+            record = dataclasses.replace(
+                known, role=Role.REDUCE, wire_bytes=wire_bytes, members=(known.param,)
+            )
             anchor = node if self.place == "ready" else edit.program.output
-            start = edit.call_before(anchor, REDUCE_START, (grad, shard, layout), record)
-            grad_record = dataclasses.replace(record, role=Role.GRAD, wire_bytes=0)
+            start = edit.call_before(anchor, REDUCE_START, ([grad], [shard], layout), record)
+            grad_record = dataclasses.replace(known, role=Role.GRAD)
             reduced = edit.call_after(start, REDUCE_WAIT, (start, shard), grad_record)
             if self.place == "end":
-                _move_readers_after(edit, node, reduced)
+                edit.move_readers_after(node, reduced)
             edit.replace(node, reduced)
-
-
-def _move_readers_after(edit: Editor, marker: fx.Node, reduced: fx.Node) -> None:
-    """Views of the reduced gradient follow it to the end."""
-    anchor, queue = reduced, [marker]
-    while queue:
-        for user in queue.pop(0).users:
-            if user.op != "output":
-                edit.move_after(user, anchor)
-                anchor = user
-                queue.append(user)
 
 
 def _wire_bytes(spec: ParamSpec | None) -> int:

@@ -52,7 +52,7 @@ class InsertUnshards(Pass):
     Before:
         w = unshard(shard); y = mm(x, w)
     After:
-        p = unshard_start(shard); w = unshard_wait(p); y = mm(x, w)
+        p = unshard_start([shard]); w = unshard_wait(p, shard); y = mm(x, w)
     """
 
     name: ClassVar[str] = "insert_unshards"
@@ -87,14 +87,16 @@ class InsertUnshards(Pass):
             edit.replace(node, shard)
         for gather in plan.gathers:
             shard, size, layout = gather.marker.args
+            known = facts(gather.marker)
             record = dataclasses.replace(
-                facts(gather.marker),
+                known,
                 role=Role.UNSHARD,
                 axis="shard",
                 wire_bytes=gather.wire_bytes,
+                members=(known.param,),
             )
-            start = edit.call_before(gather.first, UNSHARD_START, (shard, size, layout), record)
-            full = edit.call_after(start, UNSHARD_WAIT, (start, size), _full(record))
+            start = edit.call_before(gather.first, UNSHARD_START, ([shard], layout), record)
+            full = edit.call_after(start, UNSHARD_WAIT, (start, shard, size), _full(record))
             edit.replace(gather.marker, full)
         for gather in plan.gathers:
             for view in gather.views:
@@ -102,7 +104,7 @@ class InsertUnshards(Pass):
 
 
 def _full(record: Facts) -> Facts:
-    return dataclasses.replace(record, role=Role.FULL, wire_bytes=0)
+    return dataclasses.replace(record, role=Role.FULL, wire_bytes=0, members=())
 
 
 def _wire_bytes(spec: ParamSpec | None) -> int:

@@ -6,11 +6,14 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.passes.base import Pass
 from zerofx.passes.copy_returned import CopyReturned
+from zerofx.passes.fuse_reduces import FuseReduces
+from zerofx.passes.fuse_unshards import FuseUnshards
 from zerofx.passes.insert_frees import InsertFrees
 from zerofx.passes.insert_reduces import InsertReduces
 from zerofx.passes.insert_unshards import InsertUnshards
 from zerofx.passes.merge_reduces import MergeReduces
 from zerofx.passes.merge_unshards import MergeUnshards
+from zerofx.passes.schedule import Schedule
 from zerofx.passes.sync_buffers import SyncBuffers
 
 _STAGES: dict[int, tuple[Pass, ...]] = {
@@ -46,6 +49,15 @@ _STAGES: dict[int, tuple[Pass, ...]] = {
 }
 
 
+def _optional(config: ZeroConfig) -> tuple[Pass, ...]:
+    """What makes a program fast; any of it can be left out."""
+    return (
+        FuseUnshards(target_bytes=config.bucket_bytes),
+        FuseReduces(target_bytes=config.bucket_bytes),
+        Schedule(prefetch_bytes=config.prefetch_bytes),
+    )
+
+
 def pipeline(config: ZeroConfig, buffers_layout: int) -> tuple[Pass, ...]:
     """The passes for `config`, mandatory ones first.
 
@@ -59,6 +71,7 @@ def pipeline(config: ZeroConfig, buffers_layout: int) -> tuple[Pass, ...]:
     listed = _STAGES[config.stage]
     if config.broadcast_buffers:
         listed += (SyncBuffers(layout=buffers_layout),)
+    listed += _optional(config)
     for extra in config.passes:
         if not isinstance(extra, Pass):
             raise ConfigError(f"option passes holds {extra!r}", "pass instances of zerofx.Pass")

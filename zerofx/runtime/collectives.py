@@ -7,7 +7,7 @@ Only `torch.distributed` process groups. Which calls realise a gather or a reduc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from zerofx.cost.comm import Algorithms, algorithms_for
 from zerofx.torch_private import all_gather_flat, backend_of, reduce_scatter_flat
 
+_TAG_MASK = 0x7FFFFFFF
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -46,20 +47,20 @@ class Comm:
 
 @dataclasses.dataclass
 class Pending:
-    """A collective under way.
+    """A collective under way, which moves one value for each member of a bucket.
 
     Attributes:
-        value: the tensor that holds the result once `finish` ran.
+        values: the results, once `finish` ran.
         works: what to wait for.
         what: what it is, for reports of a hang.
-        finish: arithmetic that follows the wait; returns the result.
+        finish: arithmetic that follows the wait; returns the results.
         keep: tensors that must stay alive until then.
     """
 
-    value: Tensor
+    values: list[Tensor]
     works: Sequence[Any] = ()
     what: str = ""
-    finish: Callable[[], Tensor] | None = None
+    finish: Callable[[], list[Tensor]] | None = None
     keep: tuple[Tensor, ...] = ()
 
 
@@ -75,56 +76,98 @@ def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
     )
 
 
-def all_gather(out: Tensor, chunk: Tensor, comm: Comm, tag: int) -> list[Any]:
-    """Start gathering equal chunks into `out`.
+def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -> Pending:
+    """Start gathering equal chunks of every member into its output.
 
     Args:
-        out: 1-D, `size` chunks long; chunk `i` comes from rank `i`.
-        chunk: 1-D, this rank's chunk; may be its own place in `out`.
+        outs: each 1-D, `size` chunks long; chunk `i` comes from rank `i`.
+        chunks: each 1-D, this rank's chunk; may be its own place in its output.
         comm: the axis.
         tag: number that must agree on all ranks; point-to-point messages carry it.
     """
-    if comm.algorithms.all_gather == "native":
-        return [all_gather_flat(out, chunk, comm.group)]
-    slots = list(out.chunk(comm.size))
-    if not _is_part_of(chunk, out):
-        slots[comm.rank].copy_(chunk)
-    return _exchange([chunk] * comm.size, slots, comm, tag)
+    sent, into, unpack = list(chunks), list(outs), list[Callable[[], None]]()
+    for group in _small_groups(chunks, comm):
+        packed = torch.cat([chunks[member] for member in group])
+        landing = packed.new_empty(comm.size * packed.numel())
+        for member in group:
+            sent[member] = into[member] = packed.new_empty(0)
+        sent.append(packed)
+        into.append(landing)
+        unpack.append(_unpacking(landing.view(comm.size, -1), [outs[member] for member in group]))
+    works: list[Any] = []
+    for number, (chunk, out) in enumerate(zip(sent, into, strict=True)):
+        if chunk.numel():
+            works += _gather_one(out, chunk, comm, tag + number)
+
+    def finish() -> list[Tensor]:
+        for each in unpack:
+            each()
+        return outs
+
+    return Pending(outs, works, finish=finish, keep=(*sent, *into))
 
 
-def reduce_scatter_mean(grad: Tensor, splits: Sequence[int], comm: Comm, tag: int) -> Pending:
-    """Start the mean over `comm` of `grad`, of which this rank keeps its split.
+def reduce_scatter_mean(
+    grads: Sequence[Tensor], splits: Sequence[Sequence[int]], comm: Comm, tag: int
+) -> Pending:
+    """Start the mean over `comm` of each of `grads`, of which this rank keeps its split.
 
     Args:
-        grad: 1-D and contiguous, the concatenation of all splits. It is read until the wait.
-        splits: elements that each rank owns; they may differ, and may be zero.
+        grads: each 1-D and contiguous, the concatenation of its splits. Read until the wait.
+        splits: for each gradient, elements that each rank owns; they may differ, and be zero.
         comm: the axis.
         tag: as for `all_gather`.
     """
-    if comm.algorithms.reduce_scatter == "native":
-        return _reduce_scatter_native(grad, splits, comm)
-    parts = list(grad.split(list(splits)))
-    mine = parts[comm.rank]
-    received = [mine if i == comm.rank else torch.empty_like(mine) for i in range(comm.size)]
-    works = _exchange(parts, received, comm, tag)
+    parts = [grad.split(list(split)) for grad, split in zip(grads, splits, strict=True)]
+    groups = _small_groups(grads, comm)
+    packed = {member for group in groups for member in group}
+    alone = [[member] for member in range(len(grads)) if member not in packed]
+    pending: list[tuple[list[int], Pending]] = []
+    for number, group in enumerate([*alone, *groups]):
+        # What goes to one rank lies together, whichever members it comes from.
+        by_rank = [[parts[member][rank] for member in group] for rank in range(comm.size)]
+        sizes = [sum(part.numel() for part in one) for one in by_rank]
+        flat = (
+            grads[group[0]] if len(group) == 1 else torch.cat([p for one in by_rank for p in one])
+        )
+        if flat.numel():
+            pending.append((group, _reduce_scatter_one(flat, sizes, comm, tag + number)))
 
-    def finish() -> Tensor:
-        return _mean(received)
+    def finish() -> list[Tensor]:
+        out = [part[comm.rank] for part in parts]
+        for group, one in pending:
+            mean = one.finish() if one.finish else one.values
+            pieces = mean[0].split([out[member].numel() for member in group])
+            for member, piece in zip(group, pieces, strict=True):
+                out[member] = piece
+        return out
 
-    return Pending(mine, works, finish=finish, keep=(grad, *received))
+    works = [work for _, one in pending for work in one.works]
+    keep = tuple(tensor for _, one in pending for tensor in one.keep)
+    return Pending([], works, finish=finish, keep=keep)
 
 
-def all_reduce_mean(value: Tensor, comm: Comm) -> Pending:
-    """Start the mean of `value` over `comm`; `value` itself stays as it is."""
-    total = value.detach().clone(memory_format=torch.contiguous_format)
-    if total.dtype in _LOW_PRECISION:
-        total = total.float()
-    work = dist.all_reduce(total, group=comm.group, async_op=True)
+def all_reduce_mean(values: Sequence[Tensor], comm: Comm) -> Pending:
+    """Start the mean of each of `values` over `comm`; they themselves stay as they are."""
+    totals: list[tuple[list[int], Tensor]] = []
+    for group in _by_dtype(values, range(len(values))):
+        flat = torch.cat([values[member].detach().reshape(-1) for member in group])
+        totals.append((group, flat.float() if flat.dtype in _LOW_PRECISION else flat))
+    works = [
+        dist.all_reduce(total, group=comm.group, async_op=True)
+        for _, total in totals
+        if total.numel()
+    ]
 
-    def finish() -> Tensor:
-        return total.div_(comm.size).to(value.dtype)
+    def finish() -> list[Tensor]:
+        out = list(values)
+        for group, total in totals:
+            pieces = total.div_(comm.size).split([values[member].numel() for member in group])
+            for member, piece in zip(group, pieces, strict=True):
+                out[member] = piece.to(values[member].dtype).view(values[member].shape)
+        return out
 
-    return Pending(total, [work], finish=finish, keep=(total,))
+    return Pending([], works, finish=finish, keep=tuple(total for _, total in totals))
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
@@ -142,8 +185,63 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
             tensor.detach().copy_(value.view(tensor.shape))
 
 
+def _small_groups(tensors: Sequence[Tensor], comm: Comm) -> list[list[int]]:
+    """Members worth packing, by dtype: a copy costs less than a message of their own."""
+    limit = comm.algorithms.pack_bytes
+    small = [
+        member
+        for member, tensor in enumerate(tensors)
+        if 0 < tensor.numel() * tensor.element_size() <= limit
+    ]
+    return [group for group in _by_dtype(tensors, small) if len(group) > 1]
+
+
+def _by_dtype(tensors: Sequence[Tensor], members: Iterable[int]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for member in members:
+        groups.setdefault(tensors[member].dtype, []).append(member)
+    return list(groups.values())
+
+
+def _unpacking(landing: Tensor, outs: list[Tensor]) -> Callable[[], None]:
+    """What copies the columns of `landing`, one row a rank, to the members' outputs."""
+
+    def unpack() -> None:
+        start = 0
+        for out in outs:
+            rows = out.view(landing.shape[0], -1)
+            rows.copy_(landing[:, start : start + rows.shape[1]])
+            start += rows.shape[1]
+
+    return unpack
+
+
+def _gather_one(out: Tensor, chunk: Tensor, comm: Comm, tag: int) -> list[Any]:
+    if comm.algorithms.all_gather == "native":
+        return [all_gather_flat(out, chunk, comm.group)]
+    slots = list(out.chunk(comm.size))
+    if not _is_part_of(chunk, out):
+        slots[comm.rank].copy_(chunk)
+    return _exchange([chunk] * comm.size, slots, comm, tag)
+
+
+def _reduce_scatter_one(flat: Tensor, splits: Sequence[int], comm: Comm, tag: int) -> Pending:
+    if comm.algorithms.reduce_scatter == "native":
+        return _reduce_scatter_native(flat, splits, comm)
+    parts = list(flat.split(list(splits)))
+    mine = parts[comm.rank]
+    received = [mine if i == comm.rank else torch.empty_like(mine) for i in range(comm.size)]
+    works = _exchange(parts, received, comm, tag)
+
+    def finish() -> list[Tensor]:
+        return [_mean(received)]
+
+    return Pending([mine], works, finish=finish, keep=(flat, *received))
+
+
 def _exchange(send: Sequence[Tensor], into: Sequence[Tensor], comm: Comm, tag: int) -> list[Any]:
     """Start sending `send[i]` to rank `i` and receiving `into[i]` from it, nearest first."""
+    tag &= _TAG_MASK
     works: list[Any] = []
     for step in range(1, comm.size):
         to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
@@ -165,17 +263,19 @@ def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], comm: Comm) -> P
     op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
     work = reduce_scatter_flat(out, grad, op, comm.group)
 
-    def finish() -> Tensor:
-        return (out if nccl else out.div_(comm.size))[:mine]
+    def finish() -> list[Tensor]:
+        return [(out if nccl else out.div_(comm.size))[:mine]]
 
-    return Pending(out, [work], finish=finish, keep=(grad,))
+    return Pending([out], [work], finish=finish, keep=(grad,))
 
 
 def _mean(parts: Sequence[Tensor]) -> Tensor:
     """Mean in rank order, so that every rank adds in the same order; in fp32 for 16-bit types."""
     dtype = parts[0].dtype
-    total = parts[0].float() if dtype in _LOW_PRECISION else parts[0].clone()
-    for part in parts[1:]:
+    if dtype in _LOW_PRECISION:
+        parts = [part.float() for part in parts]
+    total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
+    for part in parts[2:]:
         total += part
     return total.div_(len(parts)).to(dtype)
 

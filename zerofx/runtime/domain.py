@@ -65,44 +65,54 @@ class Domain:
                 self.register(other)
         return self._by_storage.get(key)
 
-    def unshard_start(self, shard: Tensor, size: Sequence[int]) -> Pending:
-        """Start making the full value of `shard` available; its value is 1-D and padded.
+    def unshard_start(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Pending:
+        """Start making full values available; each value is 1-D and padded.
 
         A replicated parameter is its own full value. A resident one is gathered in place, and
         only if its shard changed since the last time.
         """
         comm = self.shard_comm
         if comm is None:
-            return Pending(shard)
-        state = self.find(shard)
-        name = state.spec.name if state else "a tensor outside the model"
-        if state is not None and self.layout.resident:
-            if not state.is_stale():
-                assert state.buffer is not None
-                return Pending(state.buffer)
-            return self._refresh(state, shard, comm)
-        chunk_numel = -(-size[0] // comm.size) * _row_numel(size)
-        out = self.session.pool.take(chunk_numel * comm.size, shard)
-        chunk = state.chunk(shard) if state else padded_chunk(shard, chunk_numel)
-        tag = self.session.journal.record("all_gather", name)
-        works = collectives.all_gather(out, chunk, comm, tag)
-        return Pending(out, works, f"all_gather of {name}", keep=(chunk,))
+            return Pending(list(shards))
+        states = [self.find(shard) for shard in shards]
+        outs: list[Tensor] = []
+        moved: list[tuple[Tensor, Tensor]] = []
+        names: list[str] = []
+        refreshed: list[ParamState] = []
+        for shard, size, state in zip(shards, sizes, states, strict=True):
+            out = state.buffer if state is not None and self.layout.resident else None
+            chunk_numel = -(-size[0] // comm.size) * _row_numel(size)
+            if out is None:
+                out = self.session.pool.take(chunk_numel * comm.size, shard)
+            elif state is not None and state.is_stale():
+                refreshed.append(state)
+            outs.append(out)
+            if not self.layout.resident or state is None or state in refreshed:
+                names.append(_name(state))
+                moved.append(
+                    (out, state.chunk(shard) if state else padded_chunk(shard, chunk_numel))
+                )
+        if not moved:
+            return Pending(outs)
+        what = ", ".join(names)
+        tag = self.session.journal.record("all_gather", what)
+        pending = collectives.all_gather([o for o, _ in moved], [c for _, c in moved], comm, tag)
+        pending.what = f"all_gather of {what}"
+        unpack = pending.finish
 
-    def _refresh(self, state: ParamState, shard: Tensor, comm: Comm) -> Pending:
-        assert state.buffer is not None
-        tag = self.session.journal.record("all_gather", state.spec.name)
-        works = collectives.all_gather(state.buffer, state.chunk(shard), comm, tag)
+        def finish() -> list[Tensor]:
+            if unpack is not None:
+                unpack()
+            for state in refreshed:
+                state.mark_current()
+            return outs
 
-        def finish() -> Tensor:
-            state.mark_current()
-            assert state.buffer is not None
-            return state.buffer
+        pending.finish = finish
+        return pending
 
-        return Pending(state.buffer, works, f"all_gather of {state.spec.name}", finish=finish)
-
-    def unshard_wait(self, pending: Pending, size: Sequence[int]) -> Tensor:
-        """The full value: a view of the gathered buffer with the true shape."""
-        flat = self.session.wait(pending)
+    def unshard_wait(self, pending: Pending, member: int, size: Sequence[int]) -> Tensor:
+        """The full value of a member: a view of the gathered buffer with the true shape."""
+        flat = self.session.wait(pending)[member]
         if self.shard_comm is None:
             return flat
         return flat[: size[0] * _row_numel(size)].view(tuple(size))
@@ -111,56 +121,50 @@ class Domain:
         """Give the memory of a full value back to the pool."""
         self.session.pool.give_back(full)
 
-    def reduce_start(self, grad: Tensor, shard: Tensor) -> Pending:
-        """Start the mean of a full gradient over all data-parallel ranks.
+    def reduce_start(self, grads: Sequence[Tensor], shards: Sequence[Tensor]) -> Pending:
+        """Start the mean of full gradients over all data-parallel ranks.
 
-        With synchronisation off (stages 0 and 1) the gradient is added to a local sum, and the
-        result is zero.
+        With synchronisation off (stages 0 and 1) gradients are added to local sums, and the
+        results are zero.
         """
-        state = self.find(shard)
+        states = [self.find(shard) for shard in shards]
         self.session.enter_backward()
-        if state is not None and self.session.holds_gradients_back():
-            state.add_pending(grad)
-            return Pending(grad.new_zeros(shard.shape))
-        if state is not None and state.pending_grad is not None:
-            held = state.take_pending()
-            grad = grad if held is None else held.add_(grad)
-        name = state.spec.name if state else "a tensor outside the model"
-        return self.start_mean(grad, shard, name)
+        if self.session.holds_gradients_back():
+            for state, grad in zip(states, grads, strict=True):
+                if state is not None:
+                    state.add_pending(grad)
+            return Pending([grad.new_zeros(s.shape) for grad, s in zip(grads, shards, strict=True)])
+        summed = [_with_held(grad, state) for grad, state in zip(grads, states, strict=True)]
+        return self.start_mean(summed, [_name(state) for state in states])
 
-    def start_mean(self, grad: Tensor, shard: Tensor, name: str) -> Pending:
+    def start_mean(self, grads: Sequence[Tensor], names: Sequence[str]) -> Pending:
         """Start reduce-scatter, or all-reduce for replicated parameters."""
-        comm = self.shard_comm
+        comm, what = self.shard_comm, ", ".join(names)
         if comm is None:
-            return self._replica_mean(grad, shard, name)
-        tag = self.session.journal.record("reduce_scatter", name)
-        rows = self._row_splits(grad)
-        flat = grad.detach().contiguous().reshape(-1)
-        pending = collectives.reduce_scatter_mean(flat, rows, comm, tag)
-        pending.what = f"reduce_scatter of {name}"
-        if self.replica_comm is None or shard.numel() == 0:
-            return pending
-        mine = self.session.wait(pending)
-        return self._replica_mean(mine, shard, name)
-
-    def _replica_mean(self, grad: Tensor, shard: Tensor, name: str) -> Pending:
-        if self.replica_comm is None or grad.numel() == 0:
-            return Pending(grad)
-        self.session.journal.record("all_reduce", name)
-        pending = collectives.all_reduce_mean(grad, self.replica_comm)
-        pending.what = f"all_reduce of {name}"
+            return self._replica_mean(grads, what)
+        tag = self.session.journal.record("reduce_scatter", what)
+        splits = [_row_splits(grad, comm.size) for grad in grads]
+        flat = [grad.detach().contiguous().reshape(-1) for grad in grads]
+        pending = collectives.reduce_scatter_mean(flat, splits, comm, tag)
+        pending.what = f"reduce_scatter of {what}"
+        if self.replica_comm is not None:
+            scattered = pending.finish
+            assert scattered is not None
+            # The second hop starts where the first one is waited for.
+            pending.finish = lambda: self.session.wait(self._replica_mean(scattered(), what))
         return pending
 
-    def reduce_wait(self, pending: Pending, shard: Tensor) -> Tensor:
-        """This rank's part of the mean gradient, with the shape of `shard`."""
-        return self.session.wait(pending).view(shard.shape)
+    def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
+        if self.replica_comm is None or not any(grad.numel() for grad in grads):
+            return Pending(list(grads))
+        self.session.journal.record("all_reduce", what)
+        pending = collectives.all_reduce_mean(grads, self.replica_comm)
+        pending.what = f"all_reduce of {what}"
+        return pending
 
-    def _row_splits(self, grad: Tensor) -> list[int]:
-        assert self.shard_comm is not None
-        num, row = self.shard_comm.size, _row_numel(grad.shape)
-        chunk = -(-grad.shape[0] // num)
-        edges = [min(i * chunk, grad.shape[0]) for i in range(num + 1)]
-        return [(stop - start) * row for start, stop in itertools.pairwise(edges)]
+    def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
+        """This rank's part of a member's mean gradient, with the shape of `shard`."""
+        return self.session.wait(pending)[member].view(shard.shape)
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Rank 0's values, in place, where a program changed them since the last time."""
@@ -172,3 +176,20 @@ def _row_numel(size: Sequence[int] | torch.Size) -> int:
     for extent in size[1:]:
         out *= extent
     return out
+
+
+def _name(state: ParamState | None) -> str:
+    return state.spec.name if state else "a tensor outside the model"
+
+
+def _with_held(grad: Tensor, state: ParamState | None) -> Tensor:
+    """The gradient plus what earlier backwards held back."""
+    held = state.take_pending() if state is not None else None
+    return grad if held is None else held.add_(grad)
+
+
+def _row_splits(grad: Tensor, num_ranks: int) -> list[int]:
+    """Elements of `grad` that each rank owns."""
+    row, chunk = _row_numel(grad.shape), -(-grad.shape[0] // num_ranks)
+    edges = [min(i * chunk, grad.shape[0]) for i in range(num_ranks + 1)]
+    return [(stop - start) * row for start, stop in itertools.pairwise(edges)]

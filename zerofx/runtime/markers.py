@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("zerofx", "IMPL")
 
 def _unshard(shard: Tensor, size: Sequence[int], layout: int) -> Tensor:
     domain = domain_of(layout)
-    full = domain.unshard_wait(domain.unshard_start(shard, size), size)
+    full = domain.unshard_wait(domain.unshard_start([shard], [size]), 0, size)
     if domain.layout.resident:
         return full.detach()
     # An op may not return its input, and a pool slot goes back.
@@ -29,8 +29,9 @@ def _unshard(shard: Tensor, size: Sequence[int], layout: int) -> Tensor:
 
 def _reduce_grad(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
     domain = domain_of(layout)
-    reduced = domain.reduce_wait(domain.reduce_start(grad, shard), shard)
-    return reduced.clone() if reduced is grad else reduced
+    reduced = domain.reduce_wait(domain.reduce_start([grad], [shard]), 0, shard)
+    alias = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+    return reduced.clone() if alias else reduced
 
 
 _LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")

@@ -103,18 +103,18 @@ class Session:
         """The state of a parameter of this model."""
         return next((state for state in self.states if state.param is param), None)
 
-    def wait(self, pending: Pending) -> Tensor:
-        """Wait for a collective and finish it.
+    def wait(self, pending: Pending) -> list[Tensor]:
+        """Wait for a collective and finish it, unless that was done; one value per member.
 
         Raises:
             DivergedError: the ranks issued different collectives.
         """
         for work in pending.works:
             self._wait_for(work)
-        value = pending.finish() if pending.finish else pending.value
+        if pending.finish is not None:
+            pending.values = pending.finish()
         pending.works, pending.keep, pending.finish = (), (), None
-        pending.value = value
-        return value
+        return pending.values
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
@@ -179,11 +179,19 @@ class Session:
 
     def _flush_pending(self) -> None:
         """Exchange sums of parameters that the last backward of an accumulation did not use."""
-        for state in self.states:
-            held = state.take_pending()
-            if held is not None and state.param.grad is not None:
-                pending = state.domain.start_mean(held, state.shard, state.spec.name)
-                local_tensor(state.param.grad).add_(state.domain.reduce_wait(pending, state.shard))
+        for domain in (self.sharded, self.replicated):
+            mine = [state for state in self.states if state.domain is domain]
+            sums = [(state, state.take_pending()) for state in mine]
+            held = [
+                (s, total) for s, total in sums if total is not None and s.param.grad is not None
+            ]
+            if not held:
+                continue
+            pending = domain.start_mean([t for _, t in held], [s.spec.name for s, _ in held])
+            for member, (state, _) in enumerate(held):
+                reduced = domain.reduce_wait(pending, member, state.shard)
+                assert state.param.grad is not None
+                local_tensor(state.param.grad).add_(reduced)
 
     def _wait_for(self, work: Any) -> None:
         if self.device.type == "cpu":

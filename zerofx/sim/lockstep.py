@@ -66,12 +66,12 @@ def run_lockstep(
 
 @dataclasses.dataclass
 class _Pending:
-    """A collective under way: what each rank will get, and what was read to make it."""
+    """A collective under way: of each member what each rank will get, and what was read for it."""
 
-    values: list[Tensor]
+    values: dict[fx.Node, list[Tensor]]
     sources: list[Tensor]
     versions: list[int]
-    waited: bool = False
+    left: set[fx.Node]
 
 
 class _Ranks:
@@ -111,7 +111,7 @@ class _Ranks:
             else:
                 self.values[node] = self._handlers.get(node.target, self._compute)(node)
         for node, pending in self.pending.items():
-            if not pending.waited:
+            if pending.left:
                 raise self._error(node, "is never waited for", "insert its wait")
         outputs = self.program.output
         return [list(self._fill(outputs, self.program.outputs, r)) for r in range(self.world)]
@@ -132,39 +132,58 @@ class _Ranks:
         return node.target(*args, **kwargs)
 
     def _unshard(self, node: fx.Node) -> list[Tensor]:
-        spec = self._spec(node)
+        spec = self._spec(node, facts(node).param)
         shards = self._read(node, node.args[0])
         return [full.clone() for full in self._gather(node, spec, shards)]
 
     def _unshard_start(self, node: fx.Node) -> list[Any]:
-        shards = self._read(node, node.args[0])
-        return self._start(node, self._gather(node, self._spec(node), shards), shards)
+        values: dict[fx.Node, list[Tensor]] = {}
+        sources: list[Tensor] = []
+        for shard, name in zip(ops.members(node), facts(node).members, strict=True):
+            shards = self._read(node, shard)
+            values[shard] = self._gather(node, self._spec(node, name), shards)
+            sources += shards
+        return self._start(node, values, sources)
 
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
-        return self._mean(node, self._spec(node), self._read(node, node.args[0]))
+        spec = self._spec(node, facts(node).param)
+        return self._mean(node, spec, self._read(node, node.args[0]))
 
     def _reduce_start(self, node: fx.Node) -> list[Any]:
-        grads = self._read(node, node.args[0])
-        return self._start(node, self._mean(node, self._spec(node), grads), grads)
+        values: dict[fx.Node, list[Tensor]] = {}
+        sources: list[Tensor] = []
+        given: Any = node.args[0]
+        for grad, shard, name in zip(given, ops.members(node), facts(node).members, strict=True):
+            grads = self._read(node, grad)
+            values[shard] = self._mean(node, self._spec(node, name), grads)
+            sources += grads
+        return self._start(node, values, sources)
 
-    def _start(self, node: fx.Node, values: list[Tensor], sources: list[Tensor]) -> list[Any]:
-        pending = _Pending(values, sources, [source._version for source in sources])
+    def _start(
+        self, node: fx.Node, values: dict[fx.Node, list[Tensor]], sources: list[Tensor]
+    ) -> list[Any]:
+        versions = [source._version for source in sources]
+        pending = _Pending(values, sources, versions, set(values))
         self.pending[node] = pending
         return [pending] * self.world
 
     def _wait(self, node: fx.Node) -> list[Tensor]:
-        start = node.args[0]
+        start, shard = node.args[:2]
         pending = self.pending.get(start) if isinstance(start, fx.Node) else None
         if pending is None:
             raise self._error(node, "waits for something that was not started", "insert the start")
-        if pending.waited:
+        if not isinstance(shard, fx.Node) or shard not in pending.values:
+            raise self._error(node, "waits for no member of its bucket", "wait for a member")
+        if shard not in pending.left:
             raise self._error(node, "waits a second time", "wait once")
         if [source._version for source in pending.sources] != pending.versions:
             raise self._error(node, "waits for what changed under way", "write after the wait")
-        pending.waited = True
-        if ops.is_call(node, ops.UNSHARD_WAIT) and self._may_free(self._spec(node)):
-            self.gathered.update(_address(value) for value in pending.values)
-        return pending.values
+        pending.left.discard(shard)
+        values = pending.values[shard]
+        spec = self._spec(node, facts(node).param)
+        if ops.is_call(node, ops.UNSHARD_WAIT) and self._may_free(spec):
+            self.gathered.update(_address(value) for value in values)
+        return values
 
     def _free(self, node: fx.Node) -> list[None]:
         for value in self._read(node, node.args[0]):
@@ -209,8 +228,8 @@ class _Ranks:
         total = torch.stack([grad.to(wide) for grad in grads]).sum(0)
         return shards_of((total / self.world).to(grads[0].dtype), spec)
 
-    def _spec(self, node: fx.Node) -> ParamSpec:
-        spec = self.program.spec(node)
+    def _spec(self, node: fx.Node, param: str) -> ParamSpec:
+        spec = self.program.params.get(param)
         if spec is None:
             raise self._error(node, "concerns no parameter of the program", "write its facts")
         layout = spec.layout

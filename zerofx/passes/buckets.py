@@ -1,0 +1,115 @@
+"""Which parameters travel together: buckets by place of use and by bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from zerofx.ir.facts import facts
+from zerofx.ir.ops import members
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec
+
+_SPLIT = 8
+"""A block of layers that is this many times too large for a bucket is divided."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Collectives that become one.
+
+    Attributes:
+        name: the blocks of the model it serves: `layers.3`, `layers.2–layers.5`.
+        starts: what it replaces, in execution order; of one layout, each of one member.
+        full_bytes: size of the full values.
+        reason: why it ends where it ends.
+    """
+
+    name: str
+    starts: tuple[fx.Node, ...]
+    full_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass
+class _Run:
+    """Neighbouring collectives of one block of the model."""
+
+    block: str
+    starts: list[fx.Node]
+    full_bytes: int
+
+
+def plan_buckets(program: Program, starts: Iterable[fx.Node], target_bytes: int) -> list[Bucket]:
+    """Group collectives of one member into buckets.
+
+    Neighbours that belong to the same repeated block stay together, so that equal layers get equal
+    buckets; blocks are joined while they fit into `target_bytes`. Layouts are never mixed.
+
+    Args:
+        program: the program.
+        starts: its gathers, or its reductions, in execution order.
+        target_bytes: size of full values that amortises a collective's latency; 0 keeps every
+            parameter alone.
+    """
+    by_layout: dict[int, list[tuple[fx.Node, ParamSpec]]] = {}
+    for start in starts:
+        spec = program.params.get(facts(start).param)
+        if spec is not None and len(members(start)) == 1:
+            by_layout.setdefault(spec.layout.handle, []).append((start, spec))
+    return [
+        bucket
+        for items in by_layout.values()
+        for bucket in _join(_runs(items, target_bytes), target_bytes)
+    ]
+
+
+def full_bytes(spec: ParamSpec) -> int:
+    """Bytes of a parameter's full value with padding."""
+    return spec.padded_numel * spec.dtype.itemsize
+
+
+def _block(spec: ParamSpec) -> str:
+    """The outermost numbered ancestor: `layers.3` of `layers.3.mlp.weight`; else empty."""
+    parts = spec.name.split(".")[:-1]
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: number + 1])
+
+
+def _runs(items: Sequence[tuple[fx.Node, ParamSpec]], target_bytes: int) -> list[_Run]:
+    runs: list[_Run] = []
+    limit = _SPLIT * target_bytes
+    for start, spec in items:
+        block, size = _block(spec), full_bytes(spec)
+        last = runs[-1] if runs else None
+        if last is not None and last.block == block and last.full_bytes + size <= limit:
+            last.starts.append(start)
+            last.full_bytes += size
+        else:
+            runs.append(_Run(block, [start], size))
+    return runs
+
+
+def _join(runs: Sequence[_Run], target_bytes: int) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    current: list[_Run] = []
+    for run in runs:
+        total = sum(each.full_bytes for each in current) + run.full_bytes
+        if current and total > target_bytes:
+            buckets.append(
+                _bucket(current, f"{total} B with {run.block or 'the next'} are too many")
+            )
+            current = []
+        current.append(run)
+    if current:
+        buckets.append(_bucket(current, "last of its layout"))
+    return buckets
+
+
+def _bucket(runs: Sequence[_Run], reason: str) -> Bucket:
+    starts = [start for run in runs for start in run.starts]
+    blocks = [run.block or facts(run.starts[0]).param for run in runs]
+    name = blocks[0] if blocks[0] == blocks[-1] else f"{blocks[0]}–{blocks[-1]}"
+    return Bucket(name, tuple(starts), sum(run.full_bytes for run in runs), reason)

@@ -1,0 +1,90 @@
+"""Gather neighbouring parameters together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir.edit import Editor
+from zerofx.ir.facts import Facts, Role, facts
+from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.passes.base import Pass
+from zerofx.passes.buckets import Bucket, plan_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedGathers:
+    """Buckets of more than one parameter, in order of first use."""
+
+    buckets: tuple[Bucket, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FuseUnshards(Pass):
+    """Gathers of neighbouring parameters become one gather of a bucket.
+
+    A collective costs its latency however small it is. The bucket starts where its first member
+    did, and its members are waited for together; each keeps its own memory and its own free.
+
+    Attributes:
+        target_bytes: of full values in a bucket; see `zerofx.cost.comm.bucket_bytes`.
+
+    Before:
+        p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
+        q = unshard_start([t]); v = unshard_wait(q, t); z = mm(y, v); free(v)
+    After:
+        p = unshard_start([s, t]); w = unshard_wait(p, s); v = unshard_wait(p, t)
+        y = mm(x, w); free(w); z = mm(y, v); free(v)
+    """
+
+    target_bytes: int = 16 << 20
+
+    name: ClassVar[str] = "fuse_unshards"
+    regions: ClassVar[frozenset[Region]] = frozenset(
+        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
+    )
+
+    def plan(self, program: Program) -> FusedGathers:
+        """Group the gathers."""
+        buckets = plan_buckets(program, program.calls(UNSHARD_START), self.target_bytes)
+        return FusedGathers(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
+
+    def apply(self, edit: Editor, plan: FusedGathers) -> None:
+        """Insert one start for each bucket, and its waits right after it."""
+        for bucket in plan.buckets:
+            first = bucket.starts[0]
+            shards = [shard for start in bucket.starts for shard in members(start)]
+            record = bucket_facts(bucket, Role.UNSHARD)
+            fused = edit.call_before(first, UNSHARD_START, (shards, first.args[1]), record)
+            anchor = fused
+            for start in bucket.starts:
+                for wait in waits_of(start):
+                    anchor = _waited(edit, wait, fused, anchor, bucket.name)
+                edit.erase(start)
+
+
+def bucket_facts(bucket: Bucket, role: Role) -> Facts:
+    """What is known about the one collective of a bucket."""
+    records = [facts(start) for start in bucket.starts]
+    return dataclasses.replace(
+        records[0],
+        role=role,
+        param="",
+        module="",
+        bucket=bucket.name,
+        members=tuple(name for record in records for name in record.members),
+        wire_bytes=sum(record.wire_bytes for record in records),
+    )
+
+
+def _waited(edit: Editor, wait: fx.Node, fused: fx.Node, anchor: fx.Node, name: str) -> fx.Node:
+    """A wait for the same member of the bucket, after `anchor`, in place of `wait`."""
+    _, shard, size = wait.args
+    record = dataclasses.replace(facts(wait), bucket=name)
+    made = edit.call_after(anchor, UNSHARD_WAIT, (fused, shard, size), record)
+    edit.replace(wait, made)
+    return made

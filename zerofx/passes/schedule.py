@@ -1,0 +1,211 @@
+"""When communication starts and ends."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import fx
+
+from zerofx.ir.edit import Editor
+from zerofx.ir.facts import facts
+from zerofx.ir.ops import FREE, REDUCE_START, UNSHARD_START, members, waits_of
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.ir.view import alias_closure, only_returned
+from zerofx.passes.base import Pass
+from zerofx.passes.buckets import full_bytes
+from zerofx.passes.seams import Seams
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The communication between two compute segments.
+
+    Attributes:
+        before: the compute node, or the output, that follows.
+        nodes: communication nodes in order.
+    """
+
+    before: fx.Node
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulePlan:
+    """All communication of a program, and why it does not start earlier.
+
+    Attributes:
+        cuts: in execution order.
+        budget_bytes: most bytes of gathered values, from the start of a gather to its free.
+        reasons: for each gather that starts after the program's begin, what it waits for.
+    """
+
+    cuts: tuple[Cut, ...]
+    budget_bytes: int
+    reasons: tuple[tuple[fx.Node, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(Pass):
+    """Gathers start early and reductions end late, at few places.
+
+    A program is cut into compute segments at its communication, so the places are chosen where
+    kernels end anyway: next to matrix products. Gathers start as early as the budget allows, in the
+    order of their use (ZeRO-Infinity §6.2 prefetches so); reductions start at the first such place
+    behind their last gradient and are waited for when others need their memory, or at the end.
+
+    Attributes:
+        prefetch_bytes: budget for gathered values, from the start of a gather to its free. By
+            default as much as it takes to gather one bucket ahead of every use.
+
+    Before:
+        p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
+        q = unshard_start([t]); v = unshard_wait(q, t); z = mm(y, v); free(v)
+    After:
+        p = unshard_start([s]); q = unshard_start([t]); w = unshard_wait(p, s); y = mm(x, w)
+        free(w); v = unshard_wait(q, t); z = mm(y, v); free(v)
+    """
+
+    prefetch_bytes: int | None = None
+
+    name: ClassVar[str] = "schedule"
+    regions: ClassVar[frozenset[Region]] = frozenset(
+        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
+    )
+
+    def plan(self, program: Program) -> SchedulePlan:
+        """Choose the places, then walk over them once."""
+        walk = _Walk(program, self.prefetch_bytes)
+        return SchedulePlan(tuple(walk.cuts()), walk.budget, tuple(walk.reasons))
+
+    def apply(self, edit: Editor, plan: SchedulePlan) -> None:
+        """Move the nodes; views of gathered values follow their waits."""
+        for cut in plan.cuts:
+            for node in cut.nodes:
+                edit.move_before(node, cut.before)
+        place = {node: index for index, node in enumerate(edit.program.graph.nodes)}
+        for cut in plan.cuts:
+            for wait in cut.nodes:
+                views = [v for v in alias_closure(wait)[1:] if place[v] < place[cut.before]]
+                for view in sorted(views, key=lambda view: place[view]):
+                    edit.move_before(view, cut.before)
+
+
+class _Walk:
+    """One walk over a program's gaps: what happens in each, in order."""
+
+    def __init__(self, program: Program, prefetch_bytes: int | None) -> None:
+        self.seams = Seams(program)
+        self.reasons: list[tuple[fx.Node, str]] = []
+        self._program = program
+        gathers, reductions = program.calls(UNSHARD_START), program.calls(REDUCE_START)
+        self._fixed = {g for g in gathers if any(s.op != "placeholder" for s in members(g))}
+        self._inner = {r for r in reductions if not all(map(only_returned, waits_of(r)))}
+        self._needed = {g: self._place_gather(g) for g in gathers}
+        self._gathers = collections.deque(sorted(gathers, key=lambda g: self._needed[g]))
+        self._ready: dict[int, list[fx.Node]] = collections.defaultdict(list)
+        for start in reductions:
+            inner = start in self._inner
+            gap = self.seams.gap(start) if inner else self.seams.at_or_after(start)
+            self._ready[gap].append(start)
+        self._size = {s: self._full_bytes(s) for s in (*gathers, *reductions)}
+        self._frees = self._place_frees()
+        self.budget = prefetch_bytes if prefetch_bytes is not None else self._one_ahead()
+        self._pending: collections.deque[fx.Node] = collections.deque()
+
+    def cuts(self) -> Iterator[Cut]:
+        """The communication of each gap."""
+        live = 0
+        waiting: collections.deque[fx.Node] = collections.deque()
+        gaps = {0, self.seams.end, *self._needed.values(), *self._ready, *self._frees}
+        for gap in sorted(gaps):
+            nodes: list[fx.Node] = [*self._frees.get(gap, ())]
+            live -= sum(self._freed_bytes(free) for free in nodes)
+            while self._gathers and self._may_start(self._gathers[0], gap, live):
+                start = self._gathers.popleft()
+                live += self._held_bytes(start)
+                nodes.append(start)
+                waiting.append(start)
+            for start in self._ready.get(gap, ()):
+                nodes += self._start_reduction(start)
+            while waiting and self._needed[waiting[0]] == gap:
+                nodes += waits_of(waiting.popleft())
+            if gap == self.seams.end:
+                nodes += (wait for start in self._pending for wait in waits_of(start))
+            if nodes:
+                yield Cut(self.seams.node(gap), tuple(nodes))
+
+    def _may_start(self, start: fx.Node, gap: int, live: int) -> bool:
+        """Whether a gather starts here: needed now, or room for it; says why not otherwise."""
+        wanted = live + self._held_bytes(start)
+        if self._needed[start] == gap or (wanted <= self.budget and start not in self._fixed):
+            return True
+        if not self.reasons or self.reasons[-1][0] is not start:
+            self.reasons.append((start, f"{wanted} B in flight, over the budget of {self.budget}"))
+        return False
+
+    def _start_reduction(self, start: fx.Node) -> list[fx.Node]:
+        """Waits that make room, then the start."""
+        nodes: list[fx.Node] = []
+        held = sum(self._size[each] for each in self._pending) + self._size[start]
+        inner = start in self._inner
+        while self._pending and (inner or held > self._reduce_budget):
+            oldest = self._pending.popleft()
+            held -= self._size[oldest]
+            nodes += waits_of(oldest)
+        if inner:
+            return [*nodes, start, *waits_of(start)]
+        self._pending.append(start)
+        return [*nodes, start]
+
+    @property
+    def _reduce_budget(self) -> int:
+        """Room for two buckets of gradients: one under way, one that begins."""
+        return 2 * max(
+            (self._size[s] for starts in self._ready.values() for s in starts), default=0
+        )
+
+    def _place_gather(self, start: fx.Node) -> int:
+        """The seam before the first use; where it is, if the shard is computed by the program."""
+        if start in self._fixed:
+            return self.seams.gap(start)
+        return min(map(self.seams.at_or_before, waits_of(start)))
+
+    def _place_frees(self) -> dict[int, list[fx.Node]]:
+        """Frees go to the next gap that is used anyway; behind the last one, to a seam."""
+        used = sorted({*self._needed.values(), *self._ready})
+        out: dict[int, list[fx.Node]] = collections.defaultdict(list)
+        for free in self._program.calls(FREE):
+            first = self.seams.gap(free)
+            gap = next((gap for gap in used if gap >= first), None)
+            out[gap if gap is not None else self.seams.at_or_after(free)].append(free)
+        return out
+
+    def _one_ahead(self) -> int:
+        """Most bytes held if each gather starts when the one before it is needed."""
+        order, live, most = list(self._gathers), 0, 0
+        frees = collections.deque(sorted(self._frees.items()))
+        for index, start in enumerate(order):
+            while frees and frees[0][0] <= self._needed[start]:
+                live -= sum(self._freed_bytes(free) for free in frees.popleft()[1])
+            live += self._held_bytes(start)
+            ahead = self._held_bytes(order[index + 1]) if index + 1 < len(order) else 0
+            most = max(most, live + ahead)
+        return most
+
+    def _held_bytes(self, start: fx.Node) -> int:
+        """Bytes that a gather takes from its start on; a resident copy takes none."""
+        waits = waits_of(start)
+        freed = any(user.target is FREE for wait in waits for user in wait.users)
+        return self._size[start] if freed else 0
+
+    def _freed_bytes(self, free: fx.Node) -> int:
+        spec = self._program.spec(free)
+        return full_bytes(spec) if spec is not None else 0
+
+    def _full_bytes(self, start: fx.Node) -> int:
+        specs = [self._program.params.get(name) for name in facts(start).members]
+        return sum(full_bytes(spec) for spec in specs if spec is not None)
