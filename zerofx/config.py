@@ -40,7 +40,8 @@ class ZeroConfig:
         min_shard_numel: parameters with fewer elements, and scalars, stay replicated; their
             gradients are all-reduced.
         bucket_bytes: parameters are gathered, and gradients reduced, in buckets of about this many
-            bytes of full values; neighbouring layers share one if they fit. 0: each alone.
+            bytes of full values; neighbouring layers share one if they fit. 0: each alone. By
+            default 16 MiB, or an eighth of all parameters if that is less.
         prefetch_bytes: most bytes of gathered values at stage 3, from the start of a gather to its
             free. What the model needs at once is gathered in any case. By default as much as it
             takes to gather one bucket ahead.
@@ -60,7 +61,7 @@ class ZeroConfig:
     accumulate: int = 1
     broadcast_buffers: bool = True
     min_shard_numel: int = 512
-    bucket_bytes: int = 16 << 20
+    bucket_bytes: int | None = None
     prefetch_bytes: int | None = None
     verify: bool = True
     disable: tuple[str, ...] = ()
@@ -77,12 +78,8 @@ class ZeroConfig:
             (_is_count(self.replicate, 1), "replicate", "an integer of at least 1"),
             (_is_count(self.accumulate, 1), "accumulate", "an integer of at least 1"),
             (_is_count(self.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
-            (_is_count(self.bucket_bytes, 0), "bucket_bytes", "an integer of at least 0"),
-            (
-                self.prefetch_bytes is None or _is_count(self.prefetch_bytes, 0),
-                "prefetch_bytes",
-                "None or an integer of at least 0",
-            ),
+            (_is_size(self.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
+            (_is_size(self.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
         for good, name, wanted in checks:
@@ -130,3 +127,7 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_size(value: object) -> bool:
+    return value is None or _is_count(value, 0)

@@ -14,7 +14,7 @@ from benchmarks.accounting import (
 )
 from tests.ranks import run_ranks
 
-DEPTH = 2
+DEPTH = 8
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -12,6 +12,10 @@ from zerofx.ir.ops import members
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 
+_DEFAULT_BYTES = 16 << 20
+_SHARE = 8
+"""By default a bucket holds at most this part of all parameters, or memory would be no better."""
+
 _SPLIT = 8
 """A block of layers that is this many times too large for a bucket is divided."""
 
@@ -42,7 +46,9 @@ class _Run:
     full_bytes: int
 
 
-def plan_buckets(program: Program, starts: Iterable[fx.Node], target_bytes: int) -> list[Bucket]:
+def plan_buckets(
+    program: Program, starts: Iterable[fx.Node], target_bytes: int | None
+) -> list[Bucket]:
     """Group collectives of one member into buckets.
 
     Neighbours that belong to the same repeated block stay together, so that equal layers get equal
@@ -52,8 +58,11 @@ def plan_buckets(program: Program, starts: Iterable[fx.Node], target_bytes: int)
         program: the program.
         starts: its gathers, or its reductions, in execution order.
         target_bytes: size of full values that amortises a collective's latency; 0 keeps every
-            parameter alone.
+            parameter alone. By default 16 MiB, or an eighth of all parameters if that is less.
     """
+    if target_bytes is None:
+        whole = sum(full_bytes(spec) for spec in program.params.values())
+        target_bytes = min(_DEFAULT_BYTES, whole // _SHARE)
     by_layout: dict[int, list[tuple[fx.Node, ParamSpec]]] = {}
     for start in starts:
         spec = program.params.get(facts(start).param)

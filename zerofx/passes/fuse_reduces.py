@@ -33,7 +33,7 @@ class FuseReduces(Pass):
     exists. Gradients that the program itself goes on to compute with travel alone.
 
     Attributes:
-        target_bytes: of full gradients in a bucket; see `zerofx.cost.comm.bucket_bytes`.
+        target_bytes: of full gradients in a bucket; see `zerofx.passes.buckets.plan_buckets`.
 
     Before:
         p = reduce_start([g], [s]); a = reduce_wait(p, s); h = mm(x, y)
@@ -42,7 +42,7 @@ class FuseReduces(Pass):
         h = mm(x, y); p = reduce_start([g, h], [s, t]); a = reduce_wait(p, s); b = reduce_wait(p, t)
     """
 
-    target_bytes: int = 16 << 20
+    target_bytes: int | None = None
 
     name: ClassVar[str] = "fuse_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))

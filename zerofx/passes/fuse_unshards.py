@@ -31,7 +31,7 @@ class FuseUnshards(Pass):
     did, and its members are waited for together; each keeps its own memory and its own free.
 
     Attributes:
-        target_bytes: of full values in a bucket; see `zerofx.cost.comm.bucket_bytes`.
+        target_bytes: of full values in a bucket; see `zerofx.passes.buckets.plan_buckets`.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -41,7 +41,7 @@ class FuseUnshards(Pass):
         y = mm(x, w); free(w); z = mm(y, v); free(v)
     """
 
-    target_bytes: int = 16 << 20
+    target_bytes: int | None = None
 
     name: ClassVar[str] = "fuse_unshards"
     regions: ClassVar[frozenset[Region]] = frozenset(

@@ -113,6 +113,8 @@ class _Walk:
             self._ready[gap].append(start)
         self._size = {s: self._full_bytes(s) for s in (*gathers, *reductions)}
         self._frees = self._place_frees()
+        # A reduction has the time until the next one begins; gradients of two would be held longer.
+        self._reduce_budget = max((self._size[start] for start in reductions), default=0)
         self.budget = prefetch_bytes if prefetch_bytes is not None else self._one_ahead()
         self._pending: collections.deque[fx.Node] = collections.deque()
 
@@ -160,13 +162,6 @@ class _Walk:
             return [*nodes, start, *waits_of(start)]
         self._pending.append(start)
         return [*nodes, start]
-
-    @property
-    def _reduce_budget(self) -> int:
-        """Room for two buckets of gradients: one under way, one that begins."""
-        return 2 * max(
-            (self._size[s] for starts in self._ready.values() for s in starts), default=0
-        )
 
     def _place_gather(self, start: fx.Node) -> int:
         """The seam before the first use; where it is, if the shard is computed by the program."""

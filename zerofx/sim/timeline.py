@@ -1,0 +1,151 @@
+"""Timeline: when a program computes and communicates, what is exposed, and how much it holds.
+
+Two streams: kernels run one after another, collectives one after another, and only a wait makes
+the first stop for the second. Memory is counted as execution allocates it: values die after their
+last reader, gathered values with their free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import fx
+
+from zerofx.cost.compute import value_bytes
+from zerofx.ir.facts import facts
+from zerofx.ir.ops import (
+    FREE,
+    PROGRAM_OPS,
+    REDUCE_START,
+    REDUCE_WAIT,
+    UNSHARD_START,
+    UNSHARD_WAIT,
+    is_call,
+    started_by,
+)
+from zerofx.ir.program import Program
+from zerofx.ir.view import aliased_inputs
+
+Seconds = Callable[[fx.Node], float]
+"""How long a node takes on its own stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One node on one stream, in seconds from the program's begin.
+
+    Attributes:
+        node: what ran.
+        stream: `compute` or `link`.
+        begin: when it began.
+        end: when it ended.
+    """
+
+    node: fx.Node
+    stream: str
+    begin: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A simulated run.
+
+    Attributes:
+        spans: kernels and collectives, in order of issue.
+        exposed: for each wait at which compute stops, how long.
+        seconds: when the last of both streams is done.
+        peak_bytes: most bytes of values that the program itself made, live at once.
+        peak_at: the node that reaches them.
+    """
+
+    spans: tuple[Span, ...]
+    exposed: tuple[tuple[fx.Node, float], ...]
+    seconds: float
+    peak_bytes: int
+    peak_at: fx.Node | None
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time in which nothing is computed."""
+        return sum(seconds for _, seconds in self.exposed)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time of all collectives, hidden or not."""
+        return sum(span.end - span.begin for span in self.spans if span.stream == "link")
+
+
+def simulate(program: Program, compute: Seconds, link: Seconds) -> Timeline:
+    """Run `program` in simulated time.
+
+    Args:
+        program: with communication nodes, in execution order.
+        compute: seconds of a node that computes.
+        link: seconds of `unshard_start` or `reduce_start` once the link is free.
+    """
+    now = link_free = 0.0
+    done: dict[fx.Node, float] = {}
+    spans: list[Span] = []
+    exposed: list[tuple[fx.Node, float]] = []
+    for node in program.graph.nodes:
+        if is_call(node, UNSHARD_START, REDUCE_START):
+            begin = max(now, link_free)
+            done[node] = link_free = begin + link(node)
+            spans.append(Span(node, "link", begin, link_free))
+        elif is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
+            late = done[started_by(node)] - now
+            if late > 0:
+                exposed.append((node, late))
+                now += late
+        elif node.op == "call_function" and node.target not in PROGRAM_OPS:
+            took = 0.0 if aliased_inputs(node) else compute(node)
+            spans.append(Span(node, "compute", now, now + took))
+            now += took
+    peak, where = _peak(program)
+    return Timeline(tuple(spans), tuple(exposed), max(now, link_free), peak, where)
+
+
+def _peak(program: Program) -> tuple[int, fx.Node | None]:
+    """Most bytes live at once, of values that the program makes."""
+    owner: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    size: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        sources = aliased_inputs(node)
+        owner[node] = owner[sources[0]] if sources else node
+        for source in node.all_input_nodes:
+            last[owner[source]] = node
+        if not sources and node.op == "call_function":
+            size[node] = _own_bytes(program, node)
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for value, reader in last.items():
+        if not is_call(value, UNSHARD_START, UNSHARD_WAIT):
+            dying.setdefault(reader, []).append(value)
+    live, peak, where = 0, 0, None
+    for node in program.graph.nodes:
+        live += size.get(node, 0)
+        if live > peak:
+            peak, where = live, node
+        if is_call(node, FREE):
+            live -= _param_bytes(program, facts(node).param)
+        if node.op != "output":
+            live -= sum(size.get(value, 0) for value in dying.get(node, ()))
+    return peak, where
+
+
+def _own_bytes(program: Program, node: fx.Node) -> int:
+    """Bytes that executing `node` allocates: a gather allocates all its members at its start."""
+    if is_call(node, UNSHARD_START):
+        specs = [program.params.get(name) for name in facts(node).members]
+        temporary = (s for s in specs if s and s.layout.sharded and not s.layout.resident)
+        return sum(spec.padded_numel * spec.dtype.itemsize for spec in temporary)
+    if is_call(node, UNSHARD_WAIT, REDUCE_START, FREE):
+        return 0
+    return value_bytes(node.meta.get("val"))
+
+
+def _param_bytes(program: Program, name: str) -> int:
+    spec = program.params.get(name)
+    return spec.padded_numel * spec.dtype.itemsize if spec is not None else 0
