@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from torch import fx
 
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import FREE, REDUCE_START, UNSHARD_START, members, waits_of
+from zerofx.ir.ops import FREE, REDUCE_START, REDUCE_WAIT, UNSHARD_START, is_call, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import alias_closure, only_returned
@@ -126,13 +127,16 @@ class _Walk:
         for gap in sorted(gaps):
             nodes: list[fx.Node] = [*self._frees.get(gap, ())]
             live -= sum(self._freed_bytes(free) for free in nodes)
+            # What gathers behind a reduction gains nothing from starting before its wait.
+            exchange = [n for start in self._ready.get(gap, ()) for n in self._reduce(start)]
+            finished = list(itertools.takewhile(lambda node: is_call(node, REDUCE_WAIT), exchange))
+            nodes += finished
             while self._gathers and self._may_start(self._gathers[0], gap, live):
                 start = self._gathers.popleft()
                 live += self._held_bytes(start)
                 nodes.append(start)
                 waiting.append(start)
-            for start in self._ready.get(gap, ()):
-                nodes += self._start_reduction(start)
+            nodes += exchange[len(finished) :]
             while waiting and self._needed[waiting[0]] == gap:
                 nodes += waits_of(waiting.popleft())
             if gap == self.seams.end:
@@ -149,7 +153,7 @@ class _Walk:
             self.reasons.append((start, f"{wanted} B in flight, over the budget of {self.budget}"))
         return False
 
-    def _start_reduction(self, start: fx.Node) -> list[fx.Node]:
+    def _reduce(self, start: fx.Node) -> list[fx.Node]:
         """Waits that make room, then the start."""
         nodes: list[fx.Node] = []
         held = sum(self._size[each] for each in self._pending) + self._size[start]
