@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.runtime import collectives
-from zerofx.runtime.collectives import Comm, make_comm
+from zerofx.runtime.comm import Comm, make_comm
 
 ALGORITHMS: tuple[Algorithm, ...] = ("native", "point_to_point")
 

@@ -131,8 +131,9 @@ def cut(joint: Program) -> tuple[Program, Program]:
     first.recompile()
     second = _extract(joint, [*keep, *tangents], [n for n in body if n in backward], gradients)
     number = joint.num_user_outputs
+    later = frozenset(facts(n).param for n in second.graph.nodes if ops.is_call(n, ops.UNSHARD))
     return (
-        Program(Region.FORWARD, first, joint.params, joint.stage, number),
+        Program(Region.FORWARD, first, joint.params, joint.stage, number, later),
         Program(Region.BACKWARD, second, joint.params, joint.stage, len(gradients)),
     )
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from zerofx.cost.comm import algorithms_for
-from zerofx.runtime.collectives import make_comm
+from zerofx.runtime.comm import make_comm
 
 
 def described(backend: str) -> tuple[str, str, object]:

@@ -45,6 +45,9 @@ class ZeroConfig:
         prefetch_bytes: most bytes of gathered values at stage 3, from the start of a gather to its
             free. What the model needs at once is gathered in any case. By default as much as it
             takes to gather one bucket ahead.
+        memory_budget: bytes of full values that stage 3 may keep from forward to backward instead
+            of gathering them again. 0: none, strictly. By default the last bucket of forward, which
+            backward needs first, is kept, and nothing else.
         verify: check the program's rules after every pass.
         disable: names of passes to leave out.
         passes: extra passes (instances), appended to the pipeline.
@@ -63,6 +66,7 @@ class ZeroConfig:
     min_shard_numel: int = 512
     bucket_bytes: int | None = None
     prefetch_bytes: int | None = None
+    memory_budget: int | None = None
     verify: bool = True
     disable: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
@@ -79,6 +83,7 @@ class ZeroConfig:
             (_is_count(self.accumulate, 1), "accumulate", "an integer of at least 1"),
             (_is_count(self.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
             (_is_size(self.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
+            (_is_size(self.memory_budget), "memory_budget", "None or an integer of at least 0"),
             (_is_size(self.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]

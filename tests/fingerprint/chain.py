@@ -59,7 +59,7 @@ class SwapGathers(Pass):
 def native_collectives() -> Any:
     """Let ranks use gloo's own collectives, whose messages carry no tag."""
     native = Algorithms("native", "native")
-    return patch("zerofx.runtime.collectives.algorithms_for", lambda *_: native)
+    return patch("zerofx.runtime.comm.algorithms_for", lambda *_: native)
 
 
 def fit(

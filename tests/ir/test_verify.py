@@ -71,19 +71,6 @@ def test_wait_without_start() -> None:
     refused(hand.program([wait]), "one_wait", "not started")
 
 
-def test_member_that_nobody_waits_for() -> None:
-    hand = Hand(PARAMS)
-    start = hand.start(hand.shard(W), hand.shard(V))
-    refused(hand.program([hand.wait(start)]), "one_wait", "0 times", f"by {V}")
-
-
-def test_wait_for_no_member() -> None:
-    hand = Hand(PARAMS)
-    start = hand.start(hand.shard(W))
-    both = [hand.wait(start), hand.wait(start, hand.shard(V))]
-    refused(hand.program(both), "one_wait", f"full.{V} waits for no member", f"unshard.{W}")
-
-
 def test_waits_out_of_order() -> None:
     hand = Hand(PARAMS)
     first, second = hand.start(hand.shard(W)), hand.start(hand.shard(V))
@@ -100,25 +87,6 @@ def test_swapped_collectives() -> None:
     order = (f"unshard {W}", f"unshard {V}")
     refused(program, "stated_order", f"collective 0 is unshard {V}", "plan says", order=order)
     refused(program, "stated_order", "collective 2 is nothing", order=(*order[::-1], "reduce x"))
-
-
-def test_shard_of_another_parameter() -> None:
-    hand = Hand(PARAMS)
-    shard = hand.call(aten.detach.default, hand.shard(V))
-    args = ([shard], PARAMS[W].layout.handle)
-    start = hand.call(ops.UNSHARD_START, *args, role=Role.UNSHARD, param=W)
-    set_facts(start, dataclasses.replace(facts(start), members=(W,)))
-    wait = hand.call(ops.UNSHARD_WAIT, start, shard, [4, 4], role=Role.FULL, param=W)
-    refused(hand.program([wait]), "own_shard", f"full.{W} works on the shard of {V}")
-
-
-def test_member_of_another_name() -> None:
-    hand = Hand(PARAMS)
-    shard = hand.shard(V)
-    start = hand.start(shard)
-    wait = hand.wait(start)
-    set_facts(start, dataclasses.replace(facts(start), members=(W,)))
-    refused(hand.program([wait]), "own_shard", f"the shard of {V}, not of {W}")
 
 
 def test_second_gather_of_a_parameter() -> None:

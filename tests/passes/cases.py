@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from zerofx.passes.fuse_unshards import FuseUnshards
 from zerofx.passes.insert_frees import InsertFrees
 from zerofx.passes.insert_reduces import InsertReduces
 from zerofx.passes.insert_unshards import InsertUnshards
+from zerofx.passes.keep_unsharded import KeepUnsharded
 from zerofx.passes.merge_reduces import MergeReduces
 from zerofx.passes.merge_unshards import MergeUnshards
 from zerofx.passes.schedule import Schedule
@@ -149,18 +151,21 @@ def gathered_views() -> Program:
     return hand.program([hand.call(aten.add.Tensor, y, copy)])
 
 
-def chain(params: dict[str, object], stage: int = 3) -> Callable[[], Program]:
-    """One product for each parameter, its weight gathered and freed right there."""
+def chain(params: dict[str, object], later: tuple[str, ...] = ()) -> Callable[[], Program]:
+    """One product for each parameter, its weight gathered and freed right there.
+
+    Backward reads those in `later` again.
+    """
 
     def build() -> Program:
-        hand = Hand(params, stage=stage)  # type: ignore[arg-type]
+        hand = Hand(params)  # type: ignore[arg-type]
         shards = [hand.shard(name) for name in params]
         x = hand.input("x", 2, 3)
         for shard in shards:
             full = hand.gather(shard)
             x = hand.call(aten.mm.default, x, hand.call(aten.t.default, full))
             hand.free(full)
-        return hand.program([x])
+        return dataclasses.replace(hand.program([x]), read_later=frozenset(later))
 
     return build
 
@@ -233,6 +238,13 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("fuse_unshards", "alone"): (FuseUnshards(target_bytes=0), chain(_TWO)),
     ("fuse_reduces", "doc"): (FuseReduces(target_bytes=1000), gradients_reduced(_TWO)),
     ("fuse_reduces", "blocks"): (FuseReduces(target_bytes=200), gradients_reduced(_THREE)),
+    ("keep_unsharded", "doc"): (KeepUnsharded(), chain(_ONE, later=("w",))),
+    ("keep_unsharded", "last"): (KeepUnsharded(), chain(_TWO, later=("w", "v"))),
+    ("keep_unsharded", "strict"): (KeepUnsharded(budget_bytes=0), chain(_TWO, later=("w", "v"))),
+    ("keep_unsharded", "budget"): (
+        KeepUnsharded(budget_bytes=100),
+        chain(_THREE, later=("l.0.w", "l.0.v")),
+    ),
     ("schedule", "doc"): (Schedule(), chain(_TWO)),
     ("schedule", "strict"): (Schedule(prefetch_bytes=0), chain(_TWO)),
     ("schedule", "seams"): (Schedule(), pointwise_between),

@@ -20,7 +20,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.verify import peak_full_bytes
 from zerofx.passes.pipelines import pipeline
 
-OPTIONAL = ("fuse_unshards", "fuse_reduces", "schedule")
+OPTIONAL = ("fuse_unshards", "fuse_reduces", "keep_unsharded", "schedule")
 
 
 def layers(
@@ -53,6 +53,7 @@ def situations(draw: st.DrawFn) -> tuple[Model, ZeroConfig, int]:
     config = ZeroConfig(
         stage=stage,  # type: ignore[arg-type]
         bucket_bytes=draw(st.sampled_from([0, 40, 300, 2000, 1 << 20])),
+        memory_budget=draw(st.sampled_from([None, 0, 700])),
         prefetch_bytes=draw(st.sampled_from([None, 0, 500, 5000])),
         disable=tuple(draw(st.sets(st.sampled_from(OPTIONAL)))),
     )

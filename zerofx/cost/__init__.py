@@ -1,1 +1,1 @@
-"""Numbers: what communication costs. Modules: comm."""
+"""Numbers: what communication and kernels cost. Modules: comm, compute."""

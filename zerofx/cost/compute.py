@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
@@ -22,7 +22,7 @@ class Roofline:
 
     flops: float = 50e9
     bytes_per_second: float = 10e9
-    profile: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    profile: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     def seconds(self, node: fx.Node) -> float:
         """Time of a node that computes; symbolic sizes count as their hints."""
@@ -51,5 +51,5 @@ def value_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return int(value.numel()) * value.dtype.itemsize
     if isinstance(value, (tuple, list)):
-        return sum(value_bytes(each) for each in value)
+        return sum(value_bytes(each) for each in cast("list[Any]", value))
     return 0

@@ -18,6 +18,8 @@ from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.ir.cut import verify_cut
+from zerofx.ir.facts import facts
+from zerofx.ir.ops import UNSHARD
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass, run_passes
@@ -47,6 +49,7 @@ class Capture:
         self.programs: dict[Region, Program] = {}
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
+        self._read_later: frozenset[str] = frozenset()
         self._dump = Dump(config.dump, next(_numbers)) if config.dump and _is_first_rank() else None
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -81,6 +84,8 @@ class Capture:
             )
             verify_cut(whole, *halves)
         annotate_saved(forward.graph, backward.graph, num_fwd_outputs)
+        reads = self._program(backward, Region.BACKWARD).calls(UNSHARD)
+        self._read_later = frozenset(facts(node).param for node in reads)
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -102,7 +107,9 @@ class Capture:
         return program
 
     def _program(self, module: fx.GraphModule, region: Region) -> Program:
-        return Program(region, module, self._params, self.config.stage, self._num_user_outputs)
+        later = self._read_later if region is Region.FORWARD else frozenset[str]()
+        number = self._num_user_outputs
+        return Program(region, module, self._params, self.config.stage, number, later)
 
 
 def _is_first_rank() -> bool:

@@ -13,6 +13,7 @@ from zerofx.frontend.segments import Segment, split
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
+    KEEP,
     REDUCE_GRAD,
     REDUCE_START,
     REDUCE_WAIT,
@@ -61,7 +62,7 @@ def lower(program: Program, compiler: SegmentCompiler) -> Executable:
         if isinstance(piece, Segment):
             run = compiler.compile(piece, is_backward=backward)
         else:
-            run = _bind(piece)
+            run = _bind(piece, program.region)
         steps.append(
             Step(
                 run,
@@ -94,7 +95,7 @@ def _last_readers(program: Program, pieces: Iterable[fx.Node | Segment]) -> dict
     return last
 
 
-def _bind(node: fx.Node) -> Run:
+def _bind(node: fx.Node, region: Region) -> Run:
     """The runtime call behind a communication node; its tensor arguments come in a list.
 
     Domains are looked up at every call: Dynamo may keep a program longer than the user keeps the
@@ -102,10 +103,13 @@ def _bind(node: fx.Node) -> Run:
     """
     match node.target:
         case op if op is UNSHARD_START:
-            return _bind_gather(node)
+            return _bind_gather(node, region)
         case op if op is UNSHARD_WAIT:
             handle, member, size = *_member(node, 1), _size(node)
             return lambda args: domain_of(handle).unshard_wait(args[0], member, size)
+        case op if op is KEEP:
+            handle = _handle(node, 2)
+            return lambda args: domain_of(handle).keep(*args)
         case op if op is FREE:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).free(args[0])
@@ -127,11 +131,14 @@ def _bind(node: fx.Node) -> Run:
             raise PassError(f"no runtime for {node.target}", "report this", [node.name])
 
 
-def _bind_gather(start: fx.Node) -> Run:
+def _bind_gather(start: fx.Node, region: Region) -> Run:
     """Global sizes stand at the waits, of which verified programs have one for each member."""
+    reuse = region is Region.BACKWARD
     handle, shards = _handle(start, 1), _places(start, 0)
     sizes = [_size(wait) for wait in waits_of(start)]
-    return lambda args: domain_of(handle).unshard_start([args[place] for place in shards], sizes)
+    return lambda args: domain_of(handle).unshard_start(
+        [args[place] for place in shards], sizes, reuse=reuse
+    )
 
 
 def _places(node: fx.Node, position: int) -> list[int]:

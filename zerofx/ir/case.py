@@ -61,9 +61,9 @@ class Case:
 
     @functools.cached_property
     def frees(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each freed value the nodes that free it."""
+        """For each value that is freed, or kept, the nodes that do so."""
         out: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.calls(ops.FREE):
+        for node in self.calls(ops.FREE, ops.KEEP):
             out.setdefault(node.all_input_nodes[0], []).append(node)
         return out
 

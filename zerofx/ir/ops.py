@@ -9,6 +9,7 @@ Markers appear while a model is traced and say nothing about when or how bytes m
 Passes replace them by program nodes, which only a program holds:
 
 * `unshard_start(shards, layout)` → `unshard_wait(pending, shard, size)` → `free(full, layout)`;
+* `keep(full, shard, layout)` instead of `free`: the next backward may use the value;
 * `reduce_start(grads, shards, layout)` → `reduce_wait(pending, shard)`;
 * `sync_buffers(buffers, layout)`: rank 0's values, in place.
 
@@ -36,6 +37,7 @@ for _schema in (
     "unshard_start(Tensor[] shards, int layout) -> Tensor",
     "unshard_wait(Tensor pending, Tensor shard, SymInt[] size) -> Tensor",
     "free(Tensor full, int layout) -> ()",
+    "keep(Tensor full, Tensor shard, int layout) -> ()",
     "reduce_start(Tensor[] grads, Tensor[] shards, int layout) -> Tensor",
     "reduce_wait(Tensor pending, Tensor shard) -> Tensor",
     "sync_buffers(Tensor[] buffers, int layout) -> ()",
@@ -48,13 +50,14 @@ REDUCE_GRAD = _ops.reduce_grad.default
 UNSHARD_START = _ops.unshard_start.default
 UNSHARD_WAIT = _ops.unshard_wait.default
 FREE = _ops.free.default
+KEEP = _ops.keep.default
 REDUCE_START = _ops.reduce_start.default
 REDUCE_WAIT = _ops.reduce_wait.default
 SYNC_BUFFERS = _ops.sync_buffers.default
 
 _WAITS = (UNSHARD_WAIT, REDUCE_WAIT)
 PROGRAM_OPS = frozenset(
-    (UNSHARD_START, UNSHARD_WAIT, FREE, REDUCE_START, REDUCE_WAIT, SYNC_BUFFERS)
+    (UNSHARD_START, UNSHARD_WAIT, FREE, KEEP, REDUCE_START, REDUCE_WAIT, SYNC_BUFFERS)
 )
 """Nodes at which a program is cut into compute segments."""
 
@@ -113,6 +116,11 @@ def _(pending: Tensor, shard: Tensor, size: list[int]) -> Tensor:
 
 @_fake("zerofx::free")
 def _(full: Tensor, layout: int) -> None:
+    return None
+
+
+@_fake("zerofx::keep")
+def _(full: Tensor, shard: Tensor, layout: int) -> None:
     return None
 
 

@@ -23,6 +23,7 @@ class Program:
         stage: ZeRO stage, 0 to 3.
         num_user_outputs: outputs before those that are saved for backward (forward), or those
             that are no gradients (joint).
+        read_later: of a forward program, the parameters that its backward reads again.
     """
 
     region: Region
@@ -30,6 +31,7 @@ class Program:
     params: Mapping[str, ParamSpec]
     stage: int
     num_user_outputs: int
+    read_later: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:

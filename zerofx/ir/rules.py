@@ -19,7 +19,13 @@ from zerofx.ir.view import identity_source
 SMALL_NUMEL = 1024
 """Values computed from parameters alone may be saved for backward up to this many elements."""
 
-_SHARD_ARGUMENT = {ops.UNSHARD: 0, ops.UNSHARD_WAIT: 1, ops.REDUCE_GRAD: 1, ops.REDUCE_WAIT: 1}
+_SHARD_ARGUMENT = {
+    ops.UNSHARD: 0,
+    ops.UNSHARD_WAIT: 1,
+    ops.KEEP: 1,
+    ops.REDUCE_GRAD: 1,
+    ops.REDUCE_WAIT: 1,
+}
 
 
 class Offence(NamedTuple):
@@ -136,7 +142,7 @@ def free_follows_readers(case: Case) -> Iterator[Offence]:
     """A gathered value is freed after its last reader, through views too."""
     freed_at = {full: case.place[nodes[0]] for full, nodes in case.frees.items()}
     for node, place in case.place.items():
-        if ops.is_call(node, ops.FREE):
+        if ops.is_call(node, ops.FREE, ops.KEEP):
             continue
         for full in case.roots_read_by(node):
             if place > freed_at.get(full, len(case.place)):

@@ -42,6 +42,7 @@ _LAYOUT_ARGUMENT = {
     ops.UNSHARD_START: 1,
     ops.REDUCE_START: 2,
     ops.FREE: 1,
+    ops.KEEP: 2,
     ops.SYNC_BUFFERS: 1,
 }
 _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}

@@ -11,6 +11,7 @@ from zerofx.passes.fuse_unshards import FuseUnshards
 from zerofx.passes.insert_frees import InsertFrees
 from zerofx.passes.insert_reduces import InsertReduces
 from zerofx.passes.insert_unshards import InsertUnshards
+from zerofx.passes.keep_unsharded import KeepUnsharded
 from zerofx.passes.merge_reduces import MergeReduces
 from zerofx.passes.merge_unshards import MergeUnshards
 from zerofx.passes.schedule import Schedule
@@ -54,6 +55,7 @@ def _optional(config: ZeroConfig) -> tuple[Pass, ...]:
     return (
         FuseUnshards(target_bytes=config.bucket_bytes),
         FuseReduces(target_bytes=config.bucket_bytes),
+        KeepUnsharded(budget_bytes=config.memory_budget),
         Schedule(prefetch_bytes=config.prefetch_bytes),
     )
 

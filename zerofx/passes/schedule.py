@@ -12,7 +12,16 @@ from torch import fx
 
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import FREE, REDUCE_START, REDUCE_WAIT, UNSHARD_START, is_call, members, waits_of
+from zerofx.ir.ops import (
+    FREE,
+    KEEP,
+    REDUCE_START,
+    REDUCE_WAIT,
+    UNSHARD_START,
+    is_call,
+    members,
+    waits_of,
+)
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import alias_closure, only_returned
@@ -177,7 +186,7 @@ class _Walk:
         """Frees go to the next gap that is used anyway; behind the last one, to a seam."""
         used = sorted({*self._needed.values(), *self._ready})
         out: dict[int, list[fx.Node]] = collections.defaultdict(list)
-        for free in self._program.calls(FREE):
+        for free in self._program.calls(FREE, KEEP):
             first = self.seams.gap(free)
             gap = next((gap for gap in used if gap >= first), None)
             out[gap if gap is not None else self.seams.at_or_after(free)].append(free)
@@ -198,7 +207,7 @@ class _Walk:
     def _held_bytes(self, start: fx.Node) -> int:
         """Bytes that a gather takes from its start on; a resident copy takes none."""
         waits = waits_of(start)
-        freed = any(user.target is FREE for wait in waits for user in wait.users)
+        freed = any(user.target in (FREE, KEEP) for wait in waits for user in wait.users)
         return self._size[start] if freed else 0
 
     def _freed_bytes(self, free: fx.Node) -> int:

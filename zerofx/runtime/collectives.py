@@ -14,35 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx.cost.comm import Algorithms, algorithms_for
-from zerofx.torch_private import all_gather_flat, backend_of, reduce_scatter_flat
+from zerofx.runtime.buffers import Recycler
+from zerofx.runtime.comm import Comm
+from zerofx.torch_private import all_gather_flat, reduce_scatter_flat
 
 _TAG_MASK = 0x7FFFFFFF
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Comm:
-    """One axis of the mesh, as this rank sees it.
-
-    Attributes:
-        group: the process group of the ranks along the axis.
-        backend: what serves it for the parameters' device.
-        rank: this rank's position along it.
-        ranks: the global ranks along it, in order.
-        algorithms: which c10d calls move the bytes.
-    """
-
-    group: dist.ProcessGroup
-    backend: str
-    rank: int
-    ranks: tuple[int, ...]
-    algorithms: Algorithms
-
-    @property
-    def size(self) -> int:
-        """Number of ranks along the axis."""
-        return len(self.ranks)
 
 
 @dataclasses.dataclass
@@ -62,18 +39,6 @@ class Pending:
     what: str = ""
     finish: Callable[[], list[Tensor]] | None = None
     keep: tuple[Tensor, ...] = ()
-
-
-def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Describe `group` for tensors on `device`."""
-    backend = backend_of(group, device)
-    return Comm(
-        group,
-        backend,
-        dist.get_rank(group),
-        tuple(dist.get_process_group_ranks(group)),
-        algorithms_for(backend, device.type),
-    )
 
 
 def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -> Pending:
@@ -108,7 +73,11 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
 
 
 def reduce_scatter_mean(
-    grads: Sequence[Tensor], splits: Sequence[Sequence[int]], comm: Comm, tag: int
+    grads: Sequence[Tensor],
+    splits: Sequence[Sequence[int]],
+    comm: Comm,
+    tag: int,
+    memory: Recycler,
 ) -> Pending:
     """Start the mean over `comm` of each of `grads`, of which this rank keeps its split.
 
@@ -117,6 +86,7 @@ def reduce_scatter_mean(
         splits: for each gradient, elements that each rank owns; they may differ, and be zero.
         comm: the axis.
         tag: as for `all_gather`.
+        memory: of the results.
     """
     parts = [grad.split(list(split)) for grad, split in zip(grads, splits, strict=True)]
     groups = _small_groups(grads, comm)
@@ -131,7 +101,7 @@ def reduce_scatter_mean(
             grads[group[0]] if len(group) == 1 else torch.cat([p for one in by_rank for p in one])
         )
         if flat.numel():
-            pending.append((group, _reduce_scatter_one(flat, sizes, comm, tag + number)))
+            pending.append((group, _reduce_scatter_one(flat, sizes, comm, tag + number, memory)))
 
     def finish() -> list[Tensor]:
         out = [part[comm.rank] for part in parts]
@@ -225,16 +195,20 @@ def _gather_one(out: Tensor, chunk: Tensor, comm: Comm, tag: int) -> list[Any]:
     return _exchange([chunk] * comm.size, slots, comm, tag)
 
 
-def _reduce_scatter_one(flat: Tensor, splits: Sequence[int], comm: Comm, tag: int) -> Pending:
+def _reduce_scatter_one(
+    flat: Tensor, splits: Sequence[int], comm: Comm, tag: int, memory: Recycler
+) -> Pending:
     if comm.algorithms.reduce_scatter == "native":
         return _reduce_scatter_native(flat, splits, comm)
     parts = list(flat.split(list(splits)))
     mine = parts[comm.rank]
-    received = [mine if i == comm.rank else torch.empty_like(mine) for i in range(comm.size)]
+    received = [
+        mine if rank == comm.rank else memory.empty(mine.numel(), mine) for rank in range(comm.size)
+    ]
     works = _exchange(parts, received, comm, tag)
 
     def finish() -> list[Tensor]:
-        return [_mean(received)]
+        return [_mean(received, comm.rank)]
 
     return Pending([mine], works, finish=finish, keep=(flat, *received))
 
@@ -269,12 +243,19 @@ def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], comm: Comm) -> P
     return Pending([out], [work], finish=finish, keep=(grad,))
 
 
-def _mean(parts: Sequence[Tensor]) -> Tensor:
-    """Mean in rank order, so that every rank adds in the same order; in fp32 for 16-bit types."""
+def _mean(parts: Sequence[Tensor], own: int) -> Tensor:
+    """Mean in rank order, so that every rank adds in the same order; in fp32 for 16-bit types.
+
+    The result takes the memory of a received part: fresh memory costs as much as the addition.
+
+    Args:
+        parts: of each rank; all but this rank's own were received and may be overwritten.
+        own: this rank's position.
+    """
     dtype = parts[0].dtype
     if dtype in _LOW_PRECISION:
         parts = [part.float() for part in parts]
-    total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
+    total = torch.add(parts[0], parts[1], out=parts[1 if own == 0 else 0])
     for part in parts[2:]:
         total += part
     return total.div_(len(parts)).to(dtype)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
-from zerofx.runtime.collectives import Comm, Pending
+from zerofx.runtime.collectives import Pending
+from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState, padded_chunk
 
@@ -65,33 +66,34 @@ class Domain:
                 self.register(other)
         return self._by_storage.get(key)
 
-    def unshard_start(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Pending:
+    def unshard_start(
+        self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]], *, reuse: bool = False
+    ) -> Pending:
         """Start making full values available; each value is 1-D and padded.
 
         A replicated parameter is its own full value. A resident one is gathered in place, and
-        only if its shard changed since the last time.
+        only if its shard changed since the last time; so is one that forward kept, if `reuse`.
         """
         comm = self.shard_comm
         if comm is None:
             return Pending(list(shards))
-        states = [self.find(shard) for shard in shards]
         outs: list[Tensor] = []
         moved: list[tuple[Tensor, Tensor]] = []
         names: list[str] = []
         refreshed: list[ParamState] = []
-        for shard, size, state in zip(shards, sizes, states, strict=True):
-            out = state.buffer if state is not None and self.layout.resident else None
-            chunk_numel = -(-size[0] // comm.size) * _row_numel(size)
+        for shard, size in zip(shards, sizes, strict=True):
+            state = self.find(shard)
+            numel = -(-size[0] // comm.size) * _row_numel(size)
+            out = self._current(state, reuse)
             if out is None:
-                out = self.session.pool.take(chunk_numel * comm.size, shard)
-            elif state is not None and state.is_stale():
-                refreshed.append(state)
-            outs.append(out)
-            if not self.layout.resident or state is None or state in refreshed:
+                if state is not None and state.buffer is not None and self.layout.resident:
+                    out = state.buffer
+                    refreshed.append(state)
+                else:
+                    out = self.session.pool.take(numel * comm.size, shard)
                 names.append(_name(state))
-                moved.append(
-                    (out, state.chunk(shard) if state else padded_chunk(shard, chunk_numel))
-                )
+                moved.append((out, state.chunk(shard) if state else padded_chunk(shard, numel)))
+            outs.append(out)
         if not moved:
             return Pending(outs)
         what = ", ".join(names)
@@ -110,6 +112,17 @@ class Domain:
         pending.finish = finish
         return pending
 
+    def _current(self, state: ParamState | None, reuse: bool) -> Tensor | None:
+        """The full value of a parameter, if this rank has it already."""
+        if state is None:
+            return None
+        if self.layout.resident:
+            return None if state.is_stale() else state.buffer
+        if not reuse:
+            self.session.kept.drop(state)
+            return None
+        return self.session.kept.take(state)
+
     def unshard_wait(self, pending: Pending, member: int, size: Sequence[int]) -> Tensor:
         """The full value of a member: a view of the gathered buffer with the true shape."""
         flat = self.session.wait(pending)[member]
@@ -120,6 +133,14 @@ class Domain:
     def free(self, full: Tensor) -> None:
         """Give the memory of a full value back to the pool."""
         self.session.pool.give_back(full)
+
+    def keep(self, full: Tensor, shard: Tensor) -> None:
+        """Leave a full value to the next backward; its memory stays taken until then."""
+        state = self.find(shard)
+        if state is not None and not self.session.is_average():
+            self.session.kept.put(state, full)
+        else:
+            self.free(full)
 
     def reduce_start(self, grads: Sequence[Tensor], shards: Sequence[Tensor]) -> Pending:
         """Start the mean of full gradients over all data-parallel ranks.
@@ -145,7 +166,7 @@ class Domain:
         tag = self.session.journal.record("reduce_scatter", what)
         splits = [_row_splits(grad, comm.size) for grad in grads]
         flat = [grad.detach().contiguous().reshape(-1) for grad in grads]
-        pending = collectives.reduce_scatter_mean(flat, splits, comm, tag)
+        pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, self.session.recycler)
         pending.what = f"reduce_scatter of {what}"
         if self.replica_comm is not None:
             scattered = pending.finish

@@ -139,7 +139,7 @@ class Journal:
                     f"ranks {self._rank} and {peer} issue different collectives from number "
                     f"{position} on",
                     _RANK_REMEDY,
-                    _diff(ours, other, self._rank, peer),
+                    _in_order(ours, other, self._rank, peer),
                 )
             if theirs["count"] < mine["count"]:
                 behind = mine["count"] - theirs["count"]
@@ -217,3 +217,8 @@ def _diff(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]
     return [f"rank {rank}: {line}" for line in ours_only[:8]] + [
         f"rank {peer}: {line}" for line in theirs_only[:8]
     ]
+
+
+def _in_order(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]:
+    """What both issued from the first difference on; a rank that hangs has issued little more."""
+    return [f"rank {rank}: {line}" for line in mine] + [f"rank {peer}: {line}" for line in theirs]

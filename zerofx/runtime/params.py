@@ -58,7 +58,7 @@ class ParamState:
         self.buffer = buffer
         self.dirty = False
         self.pending_grad: Tensor | None = None
-        self._seen = self._versions()
+        self._seen = self.versions()
         vars(param)[_OWNER] = _Owner(self)
         self._grad_mark: tuple[int, int, int] | None = None
         self._watches_grad = False
@@ -111,7 +111,7 @@ class ParamState:
         return self._edited() or self.domain.session.is_average()
 
     def _edited(self) -> bool:
-        return self.dirty or self._versions() != self._seen
+        return self.dirty or self.versions() != self._seen
 
     def mark_current(self) -> None:
         """The resident copy was just gathered."""
@@ -119,7 +119,7 @@ class ParamState:
             # Readers of the resident copy that autograd saved are out of date from here on.
             torch.autograd.graph.increment_version(self.buffer)
         self.dirty = False
-        self._seen = self._versions()
+        self._seen = self.versions()
 
     def add_pending(self, grad: Tensor) -> None:
         """Sum a full local gradient that is not exchanged yet."""
@@ -162,7 +162,8 @@ class ParamState:
         start = self.domain.shard_rank * self.chunk_numel if self.spec.layout.resident else 0
         return self.buffer.narrow(0, start, self.chunk_numel)
 
-    def _versions(self) -> tuple[int, int, int]:
+    def versions(self) -> tuple[int, int, int]:
+        """What differs after somebody edited the parameter, except through `.data`."""
         # The two counters differ: an in-place op on the DTensor bumps one, on the local the other.
         return self.param._version, self.shard._version, self.shard.data_ptr()
 

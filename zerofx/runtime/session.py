@@ -21,11 +21,13 @@ from zerofx.errors import UnsupportedError
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation
-from zerofx.runtime.buffers import BufferPool
-from zerofx.runtime.collectives import Comm, Pending, make_comm
+from zerofx.runtime.buffers import BufferPool, Recycler
+from zerofx.runtime.collectives import Pending
+from zerofx.runtime.comm import Comm, make_comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
+from zerofx.runtime.kept import KeptValues
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.watch import Watch
 from zerofx.torch_private import default_store
@@ -44,6 +46,8 @@ class Session:
         sharded: domain of parameters split over the shard axis.
         replicated: domain of parameters that every rank holds whole.
         pool: memory for gathered values.
+        recycler: memory for reduced gradients.
+        kept: those among them that forward left for backward.
         journal: the collectives issued so far.
     """
 
@@ -56,6 +60,8 @@ class Session:
         self.states: list[ParamState] = []
         self._root: weakref.ref[nn.Module] | None = None
         self.pool = BufferPool()
+        self.kept = KeptValues(self.pool)
+        self.recycler = Recycler()
         # The `fake` backend, which tests and planning use, has no other ranks to compare with.
         num_ranks = 1 if dist.get_backend() == "fake" else dist.get_world_size()
         # One rank may copy a model alone: numbers of new models stay in step all the same.
@@ -142,6 +148,7 @@ class Session:
         for state in self.states:
             if id(state.param) in stepped:
                 state.dirty = True
+                self.kept.drop(state)
                 self._accumulation.stepped()
 
     def refuse_pending(self, params: Iterable[Tensor]) -> None:

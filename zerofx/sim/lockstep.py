@@ -90,6 +90,7 @@ class _Ranks:
             ops.UNSHARD_START: self._unshard_start,
             ops.UNSHARD_WAIT: self._wait,
             ops.FREE: self._free,
+            ops.KEEP: self._free,  # backward gathers the same values
             ops.REDUCE_GRAD: self._reduce_grad,
             ops.REDUCE_START: self._reduce_start,
             ops.REDUCE_WAIT: self._wait,

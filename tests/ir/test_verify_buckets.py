@@ -1,0 +1,46 @@
+"""Rules about collectives of several members."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tests.hand_program import Hand
+from tests.ir.test_verify import PARAMS, V, W, refused
+from zerofx.ir import ops
+from zerofx.ir.facts import Role, facts, set_facts
+
+aten = torch.ops.aten
+
+
+def test_member_that_nobody_waits_for() -> None:
+    hand = Hand(PARAMS)
+    start = hand.start(hand.shard(W), hand.shard(V))
+    refused(hand.program([hand.wait(start)]), "one_wait", "0 times", f"by {V}")
+
+
+def test_wait_for_no_member() -> None:
+    hand = Hand(PARAMS)
+    start = hand.start(hand.shard(W))
+    both = [hand.wait(start), hand.wait(start, hand.shard(V))]
+    refused(hand.program(both), "one_wait", f"full.{V} waits for no member", f"unshard.{W}")
+
+
+def test_shard_of_another_parameter() -> None:
+    hand = Hand(PARAMS)
+    shard = hand.call(aten.detach.default, hand.shard(V))
+    args = ([shard], PARAMS[W].layout.handle)
+    start = hand.call(ops.UNSHARD_START, *args, role=Role.UNSHARD, param=W)
+    set_facts(start, dataclasses.replace(facts(start), members=(W,)))
+    wait = hand.call(ops.UNSHARD_WAIT, start, shard, [4, 4], role=Role.FULL, param=W)
+    refused(hand.program([wait]), "own_shard", f"full.{W} works on the shard of {V}")
+
+
+def test_member_of_another_name() -> None:
+    hand = Hand(PARAMS)
+    shard = hand.shard(V)
+    start = hand.start(shard)
+    wait = hand.wait(start)
+    set_facts(start, dataclasses.replace(facts(start), members=(W,)))
+    refused(hand.program([wait]), "own_shard", f"the shard of {V}, not of {W}")

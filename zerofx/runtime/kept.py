@@ -1,0 +1,40 @@
+"""Full values that a forward left for its backward."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.params import ParamState
+
+
+class KeptValues:
+    """Values kept instead of freed, by parameter; they hold slots of `pool`.
+
+    All ranks keep and drop the same ones, since what decides is the order of programs and whether
+    a parameter was edited.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._values: dict[int, tuple[Tensor, tuple[int, int, int]]] = {}
+
+    def put(self, state: ParamState, full: Tensor) -> None:
+        """Keep `full`, the value of `state`'s parameter as it is now."""
+        self.drop(state)
+        self._values[state.spec.index] = full.reshape(-1), state.versions()
+
+    def take(self, state: ParamState) -> Tensor | None:
+        """The kept value, 1-D, which the caller now frees; `None` if it is out of date."""
+        full, versions = self._values.get(state.spec.index, (None, None))
+        if versions != state.versions():
+            self.drop(state)
+            return None
+        del self._values[state.spec.index]
+        return full
+
+    def drop(self, state: ParamState) -> None:
+        """Give the memory of a kept value back."""
+        full, _ = self._values.pop(state.spec.index, (None, None))
+        if full is not None:
+            self._pool.give_back(full)
