@@ -125,7 +125,9 @@ class _Walk:
         self._frees = self._place_frees()
         # A reduction has the time until the next one begins; gradients of two would be held longer.
         self._reduce_budget = max((self._size[start] for start in reductions), default=0)
-        self.budget = prefetch_bytes if prefetch_bytes is not None else self._one_ahead()
+        # What is needed at once is held in any case; up to there, early starts cost nothing.
+        least, one_ahead = self._peaks()
+        self.budget = one_ahead if prefetch_bytes is None else max(prefetch_bytes, least)
         self._pending: collections.deque[fx.Node] = collections.deque()
 
     def cuts(self) -> Iterator[Cut]:
@@ -192,17 +194,17 @@ class _Walk:
             out[gap if gap is not None else self.seams.at_or_after(free)].append(free)
         return out
 
-    def _one_ahead(self) -> int:
-        """Most bytes held if each gather starts when the one before it is needed."""
-        order, live, most = list(self._gathers), 0, 0
+    def _peaks(self) -> tuple[int, int]:
+        """Most bytes held if gathers start when they are needed, and if they start one use ahead."""
+        order, live, least, ahead = list(self._gathers), 0, 0, 0
         frees = collections.deque(sorted(self._frees.items()))
-        for index, start in enumerate(order):
+        for start, following in itertools.zip_longest(order, order[1:]):
             while frees and frees[0][0] <= self._needed[start]:
                 live -= sum(self._freed_bytes(free) for free in frees.popleft()[1])
             live += self._held_bytes(start)
-            ahead = self._held_bytes(order[index + 1]) if index + 1 < len(order) else 0
-            most = max(most, live + ahead)
-        return most
+            least = max(least, live)
+            ahead = max(ahead, live + (self._held_bytes(following) if following else 0))
+        return least, ahead
 
     def _held_bytes(self, start: fx.Node) -> int:
         """Bytes that a gather takes from its start on; a resident copy takes none."""

@@ -1,0 +1,124 @@
+"""The timeline: what overlaps, what is exposed, what is held; and that schedules are the best."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from tests.hand_program import Hand
+from tests.passes.golden import apply
+from tests.program_builder import layout_of, specs_of
+from zerofx.cost.compute import Roofline, moved_bytes, num_flops
+from zerofx.ir import ops
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.ir.verify import peak_full_bytes
+from zerofx.passes.schedule import Schedule
+from zerofx.sim.timeline import Timeline, simulate
+
+aten = torch.ops.aten
+NAMES = ("a", "b", "c", "d")
+VALUE = 2 * 3 * 8
+
+
+def chain(rows: list[int], reduced: bool = False) -> Program:
+    """One product a parameter, gathered and freed right there; perhaps a gradient reduced after."""
+    names = NAMES[: len(rows)]
+    params = specs_of({name: (rows[i], 3) for i, name in enumerate(names)}, layout_of(2))
+    hand = Hand(params, Region.BACKWARD if reduced else Region.FORWARD)
+    shards = [hand.shard(name) for name in names]
+    x, outputs = hand.input("x", 2, 3), []
+    for shard in shards:
+        full = hand.gather(shard)
+        y = hand.call(aten.mm.default, x, hand.call(aten.t.default, full))
+        x = hand.call(aten.mm.default, y, full)
+        hand.free(full)
+        if reduced:
+            outputs.append(hand.reduced(full, shard))
+    return hand.program([x, *outputs])
+
+
+def run(program: Program, compute: float = 1.0, link: float = 1.0) -> Timeline:
+    return simulate(program, lambda _: compute, lambda _: link)
+
+
+def test_without_prefetch_every_gather_is_exposed() -> None:
+    found = run(chain([4, 4, 4]))
+    assert [seconds for _, seconds in found.exposed] == [1.0, 1.0, 1.0]
+    assert (found.exposed_seconds, found.busy_seconds, found.seconds) == (3.0, 3.0, 9.0)
+
+
+def test_prefetch_hides_all_but_the_first() -> None:
+    program = chain([4, 4, 4])
+    apply(program, Schedule())
+    found = run(program)
+    assert (found.exposed_seconds, found.busy_seconds, found.seconds) == (1.0, 3.0, 7.0)
+
+
+def test_a_slow_link_is_the_bound() -> None:
+    program = chain([4, 4, 4])
+    apply(program, Schedule())
+    found = run(program, link=10.0)
+    assert found.seconds == 3 * 10 + 2
+    links = [(span.begin, span.end) for span in found.spans if span.stream == "link"]
+    assert links == [(0.0, 10.0), (10.0, 20.0), (20.0, 30.0)]
+
+
+def test_peak_counts_gathered_values_until_their_free_and_others_until_their_last_reader() -> None:
+    full, y = 4 * 3 * 8, 2 * 4 * 8
+    assert run(chain([4, 4])).peak_bytes == full + y + VALUE
+    program = chain([4, 4])
+    apply(program, Schedule())
+    assert run(program).peak_bytes == 2 * full + y + VALUE
+
+
+def test_roofline_takes_the_longer_of_arithmetic_and_traffic() -> None:
+    (first, *_) = chain([4]).calls(aten.mm.default)
+    assert num_flops(first) == 2 * 2 * 3 * 4
+    assert moved_bytes(first) == 8 * (2 * 3 + 3 * 4 + 2 * 4)
+    assert Roofline(flops=48, bytes_per_second=1e9).seconds(first) == 1.0
+    assert Roofline(flops=1e9, bytes_per_second=208).seconds(first) == 1.0
+    assert Roofline(profile={first.name: 3.0}).seconds(first) == 3.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_no_placement_of_the_gathers_is_faster(data: st.DataObject) -> None:
+    """Brute force over all orders that keep the order of use, under the same budget."""
+    rows = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    budget = data.draw(st.sampled_from([0, 100, 150, 200, 400]))
+    program = chain(rows, reduced=data.draw(st.booleans()))
+    apply(program, Schedule(prefetch_bytes=budget))
+    times = st.integers(1, 6)
+    seconds = {node: float(data.draw(times)) for node in program.graph.nodes}
+    found = simulate(program, seconds.__getitem__, seconds.__getitem__).seconds
+    allowed = max(budget, peak_full_bytes(program))
+    best = min(
+        simulate(program, seconds.__getitem__, seconds.__getitem__).seconds
+        for _ in _placements(program)
+        if peak_full_bytes(program) <= allowed
+    )
+    assert found == pytest.approx(best)
+
+
+def _placements(program: Program) -> Iterator[None]:
+    """Every placement of the gathers' starts; `program` is edited while one is looked at."""
+    starts = program.calls(ops.UNSHARD_START)
+    body = [n for n in program.graph.nodes if n.op != "placeholder" and n not in starts]
+    place = {node: index for index, node in enumerate(body)}
+    latest = [min(place[wait] for wait in ops.waits_of(start)) for start in starts]
+    for chosen in itertools.product(*(range(last + 1) for last in latest)):
+        if list(chosen) == sorted(chosen):
+            _put(starts, [body[index] for index in chosen])
+            yield
+
+
+def _put(starts: list[fx.Node], anchors: list[fx.Node]) -> None:
+    for start, anchor in zip(starts, anchors, strict=True):
+        anchor.prepend(start)
