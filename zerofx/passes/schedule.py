@@ -24,7 +24,7 @@ from zerofx.ir.ops import (
 )
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
-from zerofx.ir.view import alias_closure, only_returned
+from zerofx.ir.view import alias_closure, only_returned, positions
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import full_bytes
 from zerofx.passes.seams import Seams
@@ -92,16 +92,20 @@ class Schedule(Pass):
         return SchedulePlan(tuple(walk.cuts()), walk.budget, tuple(walk.reasons))
 
     def apply(self, edit: Editor, plan: SchedulePlan) -> None:
-        """Move the nodes; views of gathered values follow their waits."""
+        """Move the nodes; views follow what they view, and those of gradients go to the end."""
         for cut in plan.cuts:
             for node in cut.nodes:
                 edit.move_before(node, cut.before)
-        place = {node: index for index, node in enumerate(edit.program.graph.nodes)}
+        place = positions(edit.program.graph)
         for cut in plan.cuts:
             for wait in cut.nodes:
-                views = [v for v in alias_closure(wait)[1:] if place[v] < place[cut.before]]
-                for view in sorted(views, key=lambda view: place[view]):
-                    edit.move_before(view, cut.before)
+                views = sorted(alias_closure(wait)[1:], key=lambda view: place[view])
+                returned = is_call(wait, REDUCE_WAIT) and only_returned(wait)
+                for view in views:
+                    if returned:
+                        edit.move_before(view, edit.program.output)
+                    elif place[view] < place[cut.before]:
+                        edit.move_before(view, cut.before)
 
 
 class _Walk:
@@ -195,7 +199,7 @@ class _Walk:
         return out
 
     def _peaks(self) -> tuple[int, int]:
-        """Most bytes held if gathers start when they are needed, and if they start one use ahead."""
+        """Most bytes held if gathers start where they are needed, and if one use earlier."""
         order, live, least, ahead = list(self._gathers), 0, 0, 0
         frees = collections.deque(sorted(self._frees.items()))
         for start, following in itertools.zip_longest(order, order[1:]):
