@@ -22,6 +22,8 @@ from torch import Tensor
 
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.runtime import collectives
+from zerofx.runtime.buffers import Recycler
+from zerofx.runtime.collectives import Pending
 from zerofx.runtime.comm import Comm, make_comm
 
 ALGORITHMS: tuple[Algorithm, ...] = ("native", "point_to_point")
@@ -64,25 +66,23 @@ def _with(comm: Comm, way: Algorithm) -> Comm:
 
 def _gather_ms(full: Tensor, comm: Comm, repeats: int) -> float:
     chunk = full.chunk(comm.size)[comm.rank].clone()
-
-    def run() -> None:
-        for work in collectives.all_gather(full, chunk, comm, tag=1):
-            work.wait()
-
-    return _median_ms(run, repeats)
+    return _median_ms(lambda: _finish(collectives.all_gather([full], [chunk], comm, 1)), repeats)
 
 
 def _reduce_ms(full: Tensor, comm: Comm, repeats: int) -> float:
-    splits = [full.numel() // comm.size] * comm.size
+    splits, memory = [full.numel() // comm.size] * comm.size, Recycler()
 
     def run() -> None:
-        pending = collectives.reduce_scatter_mean(full, splits, comm, tag=2)
-        for work in pending.works:
-            work.wait()
-        assert pending.finish is not None
-        pending.finish()
+        _finish(collectives.reduce_scatter_mean([full], [splits], comm, 2, memory))
 
     return _median_ms(run, repeats)
+
+
+def _finish(pending: Pending) -> None:
+    for work in pending.works:
+        work.wait()
+    assert pending.finish is not None
+    pending.finish()
 
 
 def _median_ms(run: Callable[[], None], repeats: int) -> float:

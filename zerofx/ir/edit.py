@@ -73,9 +73,8 @@ class Editor:
         set_facts(node, dataclasses.replace(facts(node), **changes))
 
     def finish(self) -> None:
-        """Check the graph and regenerate its code."""
+        """Check the graph."""
         self.program.graph.lint()
-        self.program.module.recompile()
 
     def _call(self, op: Any, args: tuple[Any, ...], record: Facts) -> fx.Node:
         node = self.program.graph.call_function(op, args)

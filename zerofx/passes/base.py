@@ -80,3 +80,4 @@ def run_passes(
             observer(program, each.name, plan)
     if check:
         verify(program, done, final=True)
+    program.module.recompile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -193,9 +194,9 @@ class _Walk:
         used = sorted({*self._needed.values(), *self._ready})
         out: dict[int, list[fx.Node]] = collections.defaultdict(list)
         for free in self._program.calls(FREE, KEEP):
-            first = self.seams.gap(free)
-            gap = next((gap for gap in used if gap >= first), None)
-            out[gap if gap is not None else self.seams.at_or_after(free)].append(free)
+            following = bisect.bisect_left(used, self.seams.gap(free))
+            last = following == len(used)
+            out[self.seams.at_or_after(free) if last else used[following]].append(free)
         return out
 
     def _peaks(self) -> tuple[int, int]:
