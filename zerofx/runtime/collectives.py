@@ -202,8 +202,14 @@ def _reduce_scatter_one(
         return _reduce_scatter_native(flat, splits, comm)
     parts = list(flat.split(list(splits)))
     mine = parts[comm.rank]
+    result = _result_place(comm.rank)
     received = [
-        mine if rank == comm.rank else memory.empty(mine.numel(), mine) for rank in range(comm.size)
+        mine
+        if rank == comm.rank
+        else memory.empty(mine.numel(), mine)
+        if rank == result
+        else torch.empty_like(mine)
+        for rank in range(comm.size)
     ]
     works = _exchange(parts, received, comm, tag)
 
@@ -243,6 +249,11 @@ def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], comm: Comm) -> P
     return Pending([out], [work], finish=finish, keep=(grad,))
 
 
+def _result_place(own: int) -> int:
+    """Which of the first two parts was received."""
+    return 1 if own == 0 else 0
+
+
 def _mean(parts: Sequence[Tensor], own: int) -> Tensor:
     """Mean in rank order, so that every rank adds in the same order; in fp32 for 16-bit types.
 
@@ -255,7 +266,7 @@ def _mean(parts: Sequence[Tensor], own: int) -> Tensor:
     dtype = parts[0].dtype
     if dtype in _LOW_PRECISION:
         parts = [part.float() for part in parts]
-    total = torch.add(parts[0], parts[1], out=parts[1 if own == 0 else 0])
+    total = torch.add(parts[0], parts[1], out=parts[_result_place(own)])
     for part in parts[2:]:
         total += part
     return total.div_(len(parts)).to(dtype)
