@@ -1,0 +1,127 @@
+"""Values kept from forward to backward: used once, never when out of date, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.hard.pair import EAGER, draw, full
+from tests.hard.wire import watched
+from tests.ranks import run_ranks
+
+WIDTH = 6
+Scenario = Callable[[nn.Module, Any], list[Tensor]]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*layers)
+
+
+def _loss(run: Any, seed: int = 0) -> Tensor:
+    return run(draw(4, WIDTH, seed=seed)).square().mean()
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [full(param.grad) for param in model.parameters()]
+
+
+def _two_forwards(model: nn.Module, run: Any) -> list[Tensor]:
+    first, second = _loss(run, 1), _loss(run, 2)
+    second.backward()
+    first.backward()
+    return _gradients(model)
+
+
+def _retained(model: nn.Module, run: Any) -> list[Tensor]:
+    loss = _loss(run)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return _gradients(model)
+
+
+def _edited(model: nn.Module, run: Any) -> list[Tensor]:
+    """As without zerofx's own memory, backward computes with the weight of its time."""
+    loss = _loss(run)
+    with torch.no_grad():
+        model.get_parameter("2.0.weight").mul_(2.0)
+    loss.backward()
+    return _gradients(model)
+
+
+def _stepped(model: nn.Module, run: Any) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    _loss(run).backward()
+    late = _loss(run)  # keeps what the step changes
+    optimizer.step()
+    optimizer.zero_grad()
+    late.backward()
+    _loss(run).backward()
+    return _gradients(model)
+
+
+def _forward_alone(model: nn.Module, run: Any) -> list[Tensor]:
+    values = [_loss(run).detach()]
+    model.get_parameter("2.0.weight").data.mul_(2.0)  # leaves no trace
+    values.append(_loss(run).detach())
+    with torch.no_grad():
+        values.append(_loss(run))
+    return values
+
+
+def _frozen_later(model: nn.Module, run: Any) -> list[Tensor]:
+    model.get_parameter("2.0.weight").requires_grad_(False)
+    _loss(run).backward()
+    return [full(param.grad) for param in model.parameters() if param.grad is not None]
+
+
+SCENARIOS = (_two_forwards, _retained, _edited, _stepped, _forward_alone, _frozen_later)
+
+
+def _both_ways() -> list[str]:
+    wrong = []
+    for scenario in SCENARIOS:
+        results = []
+        for budget in (None, 0, 10_000):
+            options = {**EAGER, "memory_budget": budget, "bucket_bytes": 200}
+            model = _model()
+            run = torch.compile(model, backend="zero3", options=options)
+            results.append(scenario(model, run))
+            torch.compiler.reset()
+        for other in results[1:]:
+            if not all(map(torch.equal, results[0], other)):
+                wrong.append(scenario.__name__)
+    return wrong
+
+
+def test_keeping_changes_no_value() -> None:
+    assert run_ranks(2, _both_ways, timeout=220) == [[], []]
+
+
+def _messages(budget: int | None) -> tuple[int, int, int]:
+    """Messages of a backward, slots in use after it, and after a forward alone and a step."""
+    from zerofx.sharding.shard import session_of
+
+    model = _model()
+    options = {**EAGER, "memory_budget": budget, "bucket_bytes": 200}
+    run = torch.compile(model, backend="zero3", options=options)
+    _loss(run).backward()
+    loss = _loss(run)
+    with watched() as wire:
+        loss.backward()
+    session = session_of(model)
+    assert session is not None
+    after = len(session.pool._used)
+    _loss(run)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return wire.count("isend"), after, len(session.pool._used)
+
+
+def test_kept_values_are_not_gathered_again_and_leave_no_memory_behind() -> None:
+    strict, last, everything = (run_ranks(2, _messages, b)[0] for b in (0, None, 10_000))
+    # Backward reads the weights of two layers (inputs need no gradient), and reduces three buckets.
+    assert [strict, last, everything] == [(5, 0, 0), (4, 0, 0), (3, 0, 0)]
