@@ -22,7 +22,7 @@ def _options(how: str) -> dict[str, Any]:
 
 
 def _hybrid(stage: int, how: str) -> tuple[int, int, int, int]:
-    pair = Pair(make("gpt"), stage, _options(how), rtol=1e-5)
+    pair = Pair(make("gpt"), stage, _options(how), rtol=1e-6)
 
     def loss(run: Any, number: int) -> Any:
         return run(*batch("gpt", dist.get_rank(), number))
