@@ -143,16 +143,13 @@ class _Walk:
         for gap in sorted(gaps):
             nodes: list[fx.Node] = [*self._frees.get(gap, ())]
             live -= sum(self._freed_bytes(free) for free in nodes)
-            # What gathers behind a reduction gains nothing from starting before its wait.
-            exchange = [n for start in self._ready.get(gap, ()) for n in self._reduce(start)]
-            finished = list(itertools.takewhile(lambda node: is_call(node, REDUCE_WAIT), exchange))
-            nodes += finished
             while self._gathers and self._may_start(self._gathers[0], gap, live):
                 start = self._gathers.popleft()
                 live += self._held_bytes(start)
                 nodes.append(start)
                 waiting.append(start)
-            nodes += exchange[len(finished) :]
+            for start in self._ready.get(gap, ()):
+                nodes += self._reduce(start)
             while waiting and self._needed[waiting[0]] == gap:
                 nodes += waits_of(waiting.popleft())
             if gap == self.seams.end:
@@ -170,18 +167,21 @@ class _Walk:
         return False
 
     def _reduce(self, start: fx.Node) -> list[fx.Node]:
-        """Waits that make room, then the start."""
-        nodes: list[fx.Node] = []
-        held = sum(self._size[each] for each in self._pending) + self._size[start]
+        """The start, and the waits that its gradients take the place of.
+
+        In this order the link is never idle while what has arrived is added up.
+        """
         inner = start in self._inner
+        finished: list[fx.Node] = []
+        held = sum(self._size[each] for each in self._pending) + self._size[start]
         while self._pending and (inner or held > self._reduce_budget):
             oldest = self._pending.popleft()
             held -= self._size[oldest]
-            nodes += waits_of(oldest)
+            finished += waits_of(oldest)
         if inner:
-            return [*nodes, start, *waits_of(start)]
+            return [*finished, start, *waits_of(start)]
         self._pending.append(start)
-        return [*nodes, start]
+        return [start, *finished]
 
     def _place_gather(self, start: fx.Node) -> int:
         """The seam before the first use; where it is, if the shard is computed by the program."""
