@@ -16,7 +16,7 @@ from zerofx.ir.facts import Facts, Role, facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
 from zerofx.ir.view import identity_source
-from zerofx.runtime.handles import live_domains
+from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.torch_private import dynamo_input_of
@@ -130,19 +130,13 @@ def annotate_saved(forward: fx.Graph, backward: fx.Graph, num_user_outputs: int)
 
 
 def _states_by_param() -> dict[int, ParamState]:
-    return {
-        id(state.param): state
-        for domain in live_domains()
-        for state in domain.session.states
-        if state.domain is domain
-    }
+    return {id(state.param): state for session in live_sessions() for state in session.states}
 
 
 def _buffers_by_id() -> dict[int, tuple[Session, str]]:
-    sessions = dict.fromkeys(domain.session for domain in live_domains())
     return {
         id(buffer): (session, name)
-        for session in sessions
+        for session in live_sessions()
         if session.config.broadcast_buffers and (root := session.root()) is not None
         for name, buffer in root.named_buffers()
     }

@@ -17,6 +17,7 @@ from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
+from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
 from zerofx.sharding.shard import shard_model
 from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
@@ -88,7 +89,7 @@ def _shard_and_compile(
     if plain:
         shard_model(find_root(plain), config)
         restart_dynamo()
-    find_missing_roots(step_guard.live_sessions())
+    find_missing_roots(live_sessions())
     described = describe_inputs(inputs)
     if described.session is not None and not options:
         # Sharded by zerofx.shard, whose options hold wherever the model is compiled.

@@ -21,8 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from zerofx.errors import UnreducedGradientError
-from zerofx.runtime.handles import live_domains
-from zerofx.runtime.session import Session
+from zerofx.runtime.handles import live_sessions
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
 
 _REDUCED = "_zerofx_reduced_by_wrapper"
@@ -32,12 +31,6 @@ def install() -> None:
     """Register the hooks; call once."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-
-
-def live_sessions() -> list[Session]:
-    """Sessions of all sharded models that are alive."""
-    sessions = {id(domain.session): domain.session for domain in live_domains()}
-    return list(sessions.values())
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

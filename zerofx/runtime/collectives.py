@@ -16,9 +16,9 @@ from torch import Tensor
 
 from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.comm import Comm
+from zerofx.runtime.mail import Mail
 from zerofx.torch_private import all_gather_flat, reduce_scatter_flat
 
-_TAG_MASK = 0x7FFFFFFF
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -59,10 +59,15 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
         sent.append(packed)
         into.append(landing)
         unpack.append(_unpacking(landing.view(comm.size, -1), [outs[member] for member in group]))
-    works: list[Any] = []
+    mail = Mail(comm)
     for number, (chunk, out) in enumerate(zip(sent, into, strict=True)):
         if chunk.numel():
-            works += _gather_one(out, chunk, comm, tag + number)
+            _gather_one(out, chunk, mail, tag + number)
+    works = mail.deliver()
+    if comm.algorithms.all_gather == "point_to_point":
+        for chunk, out in zip(sent, into, strict=True):
+            if chunk.numel() and not _is_part_of(chunk, out):
+                out.chunk(comm.size)[comm.rank].copy_(chunk)
 
     def finish() -> list[Tensor]:
         for each in unpack:
@@ -92,6 +97,7 @@ def reduce_scatter_mean(
     groups = _small_groups(grads, comm)
     packed = {member for group in groups for member in group}
     alone = [[member] for member in range(len(grads)) if member not in packed]
+    mail = Mail(comm)
     pending: list[tuple[list[int], Pending]] = []
     for number, group in enumerate([*alone, *groups]):
         # What goes to one rank lies together, whichever members it comes from.
@@ -101,7 +107,9 @@ def reduce_scatter_mean(
             grads[group[0]] if len(group) == 1 else torch.cat([p for one in by_rank for p in one])
         )
         if flat.numel():
-            pending.append((group, _reduce_scatter_one(flat, sizes, comm, tag + number, memory)))
+            one = _reduce_scatter_one(flat, sizes, mail, tag + number, memory)
+            pending.append((group, one))
+    works = mail.deliver()
 
     def finish() -> list[Tensor]:
         out = [part[comm.rank] for part in parts]
@@ -112,7 +120,6 @@ def reduce_scatter_mean(
                 out[member] = piece
         return out
 
-    works = [work for _, one in pending for work in one.works]
     keep = tuple(tensor for _, one in pending for tensor in one.keep)
     return Pending([], works, finish=finish, keep=keep)
 
@@ -186,20 +193,20 @@ def _unpacking(landing: Tensor, outs: list[Tensor]) -> Callable[[], None]:
     return unpack
 
 
-def _gather_one(out: Tensor, chunk: Tensor, comm: Comm, tag: int) -> list[Any]:
+def _gather_one(out: Tensor, chunk: Tensor, mail: Mail, tag: int) -> None:
+    comm = mail.comm
     if comm.algorithms.all_gather == "native":
-        return [all_gather_flat(out, chunk, comm.group)]
-    slots = list(out.chunk(comm.size))
-    if not _is_part_of(chunk, out):
-        slots[comm.rank].copy_(chunk)
-    return _exchange([chunk] * comm.size, slots, comm, tag)
+        mail.works.append(all_gather_flat(out, chunk, comm.group))
+    else:
+        mail.post([chunk] * comm.size, out.chunk(comm.size), tag)
 
 
 def _reduce_scatter_one(
-    flat: Tensor, splits: Sequence[int], comm: Comm, tag: int, memory: Recycler
+    flat: Tensor, splits: Sequence[int], mail: Mail, tag: int, memory: Recycler
 ) -> Pending:
+    comm = mail.comm
     if comm.algorithms.reduce_scatter == "native":
-        return _reduce_scatter_native(flat, splits, comm)
+        return _reduce_scatter_native(flat, splits, mail)
     parts = list(flat.split(list(splits)))
     mine = parts[comm.rank]
     result = _result_place(comm.rank)
@@ -211,28 +218,16 @@ def _reduce_scatter_one(
         else torch.empty_like(mine)
         for rank in range(comm.size)
     ]
-    works = _exchange(parts, received, comm, tag)
+    mail.post(parts, received, tag)
 
     def finish() -> list[Tensor]:
         return [_mean(received, comm.rank)]
 
-    return Pending([mine], works, finish=finish, keep=(flat, *received))
+    return Pending([mine], finish=finish, keep=(flat, *received))
 
 
-def _exchange(send: Sequence[Tensor], into: Sequence[Tensor], comm: Comm, tag: int) -> list[Any]:
-    """Start sending `send[i]` to rank `i` and receiving `into[i]` from it, nearest first."""
-    tag &= _TAG_MASK
-    works: list[Any] = []
-    for step in range(1, comm.size):
-        to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
-        if send[to].numel():
-            works.append(dist.isend(send[to], comm.ranks[to], group=comm.group, tag=tag))
-        if into[source].numel():
-            works.append(dist.irecv(into[source], comm.ranks[source], group=comm.group, tag=tag))
-    return works
-
-
-def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], comm: Comm) -> Pending:
+def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], mail: Mail) -> Pending:
+    comm = mail.comm
     longest, mine = max(splits), splits[comm.rank]
     if any(split != longest for split in splits):
         padded = grad.new_zeros(longest * comm.size)
@@ -241,12 +236,12 @@ def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], comm: Comm) -> P
     nccl = comm.backend == "nccl"
     out = grad.new_empty(longest)
     op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
-    work = reduce_scatter_flat(out, grad, op, comm.group)
+    mail.works.append(reduce_scatter_flat(out, grad, op, comm.group))
 
     def finish() -> list[Tensor]:
         return [(out if nccl else out.div_(comm.size))[:mine]]
 
-    return Pending([out], [work], finish=finish, keep=(grad,))
+    return Pending([out], finish=finish, keep=(grad,))
 
 
 def _result_place(own: int) -> int:

@@ -14,6 +14,7 @@ from zerofx.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
+    from zerofx.runtime.session import Session
 
 _domains: weakref.WeakValueDictionary[int, Domain] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -43,3 +44,8 @@ def domain_of(handle: int) -> Domain:
 def live_domains() -> list[Domain]:
     """All domains that are alive, oldest first."""
     return [_domains[handle] for handle in sorted(_domains) if handle in _domains]
+
+
+def live_sessions() -> list[Session]:
+    """The sharded models that are alive, oldest first."""
+    return list({id(domain.session): domain.session for domain in live_domains()}.values())
