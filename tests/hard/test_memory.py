@@ -58,9 +58,10 @@ def _weights_alive(stage: int) -> tuple[int, int, float]:
 def test_stage_3_holds_no_more_full_weights_than_planned() -> None:
     for forward, backward, planned in run_ranks(2, _weights_alive, 3):
         assert planned <= 2, "the plan itself holds many"
-        # In backward one full gradient, of the weight's own size, is alive besides.
+        # In backward two full gradients, of the weight's own size, are alive besides: a reduction
+        # starts before the one before it is waited for.
         assert 1 <= forward <= planned, (forward, planned)
-        assert backward <= planned + 1, (backward, planned)
+        assert backward <= planned + 2, (backward, planned)
 
 
 def _gradients_alive(stage: int) -> int:
