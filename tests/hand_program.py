@@ -82,11 +82,16 @@ class Hand:
 
     def reduced(self, grad: fx.Node, shard: fx.Node) -> fx.Node:
         """Start and wait of a reduction."""
+        start, param = self.reduction(grad, shard), facts(shard).param
+        return self.call(ops.REDUCE_WAIT, start, shard, role=Role.GRAD, param=param)
+
+    def reduction(self, grad: fx.Node, shard: fx.Node) -> fx.Node:
+        """Start of a reduction."""
         spec = self.params[facts(shard).param]
         args = ([grad], [shard], spec.layout.handle)
         start = self.call(ops.REDUCE_START, *args, role=Role.REDUCE, param=spec.name)
         set_facts(start, dataclasses.replace(facts(start), members=(spec.name,)))
-        return self.call(ops.REDUCE_WAIT, start, shard, role=Role.GRAD, param=spec.name)
+        return start
 
     def program(self, outputs: Sequence[Any], num_user_outputs: int | None = None) -> Program:
         self.graph.output(tuple(outputs))

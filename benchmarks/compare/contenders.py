@@ -7,6 +7,7 @@ step. To add one, write such a function here and put `@contender` on it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from benchmarks.compare.zoo import Batch, Workload
 
 Step = Callable[[Batch], Tensor]
 Prepare = Callable[[Workload, float], Step]
+PrepareStage = Callable[..., Step]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,34 +59,29 @@ def contender(name: str, *, traffic: int) -> Callable[[Prepare], Prepare]:
     return enter
 
 
+def stages(name: str, *numbers: int) -> Callable[[PrepareStage], PrepareStage]:
+    """Enter a function into the table once for each ZeRO stage: `zero1`, `zero2`."""
+
+    def enter(prepare: PrepareStage) -> PrepareStage:
+        for stage in numbers:
+            one = functools.partial(prepare, stage=stage)
+            contender(f"{name}{stage}", traffic=3 if stage == 3 else 2)(one)
+        return prepare
+
+    return enter
+
+
 @contender("compute", traffic=0)
 def compute(model: Workload, lr: float) -> Step:
     """The floor: every rank for itself, on the same machine at the same time."""
     return _loop(torch.compile(model), _adamw(model, lr))
 
 
-@contender("zero0", traffic=2)
-def zero0(model: Workload, lr: float) -> Step:
-    """zerofx, plain data parallelism."""
-    return _zerofx(model, lr, 0)
-
-
-@contender("zero1", traffic=2)
-def zero1(model: Workload, lr: float) -> Step:
-    """zerofx, sharded optimizer state."""
-    return _zerofx(model, lr, 1)
-
-
-@contender("zero2", traffic=2)
-def zero2(model: Workload, lr: float) -> Step:
-    """zerofx, sharded gradients and optimizer state."""
-    return _zerofx(model, lr, 2)
-
-
-@contender("zero3", traffic=3)
-def zero3(model: Workload, lr: float) -> Step:
-    """zerofx, everything sharded."""
-    return _zerofx(model, lr, 3)
+@stages("zero", 0, 1, 2, 3)
+def zerofx(model: Workload, lr: float, stage: int) -> Step:
+    """zerofx: nothing sharded, optimizer state, gradients as well, everything."""
+    optimizer = _adamw(model, lr)
+    return _loop(torch.compile(model, backend=f"zero{stage}"), optimizer)
 
 
 @contender("ddp", traffic=2)
@@ -142,27 +139,28 @@ def simple_fsdp_buckets(model: Workload, lr: float) -> Step:
     return _simple_fsdp(model, lr, build_backend(config, _buckets(model)))
 
 
-@contender("deepspeed1", traffic=2)
-def deepspeed1(model: Workload, lr: float) -> Step:
-    """DeepSpeed, stage 1."""
-    return _deepspeed(model, lr, 1)
+@stages("deepspeed", 1, 2, 3)
+def deepspeed(model: Workload, lr: float, stage: int) -> Step:
+    """DeepSpeed."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # only counts; batches come from us
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        # The same optimizer as everyone's, which DeepSpeed shards but does not know.
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = _peer("deepspeed").initialize(
+        model=model, optimizer=_adamw(model, lr), config=config
+    )
+    engine.compile()
 
+    def step(batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
 
-@contender("deepspeed2", traffic=2)
-def deepspeed2(model: Workload, lr: float) -> Step:
-    """DeepSpeed, stage 2."""
-    return _deepspeed(model, lr, 2)
-
-
-@contender("deepspeed3", traffic=3)
-def deepspeed3(model: Workload, lr: float) -> Step:
-    """DeepSpeed, stage 3."""
-    return _deepspeed(model, lr, 3)
-
-
-def _zerofx(model: Workload, lr: float, stage: int) -> Step:
-    optimizer = _adamw(model, lr)
-    return _loop(torch.compile(model, backend=f"zero{stage}"), optimizer)
+    return step
 
 
 def _ddp(model: Workload) -> nn.Module:
@@ -195,28 +193,6 @@ def _buckets(model: Workload) -> list[list[str] | str]:
     beside = {child for child in model.children() if not isinstance(child, nn.ModuleList)}
     wanted = {*model.blocks(), *beside}
     return [name for name, module in model.named_modules() if module in wanted]
-
-
-def _deepspeed(model: Workload, lr: float, stage: int) -> Step:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # only counts; batches come from us
-        "zero_optimization": {"stage": stage, "overlap_comm": True},
-        # The same optimizer as everyone's, which DeepSpeed shards but does not know.
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
-    }
-    engine, *_ = _peer("deepspeed").initialize(
-        model=model, optimizer=_adamw(model, lr), config=config
-    )
-    engine.compile()
-
-    def step(batch: Batch) -> Tensor:
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
 
 
 def _peer(name: str) -> Any:

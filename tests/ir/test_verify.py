@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 
 import pytest
@@ -13,7 +12,7 @@ from tests.passes.models import compile_all, layout_for, mlp, passes_for
 from tests.program_builder import layout_of, specs_of, trace_joint
 from zerofx.errors import VerificationError
 from zerofx.ir import ops
-from zerofx.ir.facts import Role, facts, set_facts
+from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
 from zerofx.ir.rules import RULES, SMALL_NUMEL
 from zerofx.ir.spec import Region
@@ -60,7 +59,7 @@ def test_second_wait() -> None:
 
 def test_dropped_wait_of_a_reduction() -> None:
     hand = Hand(PARAMS, Region.BACKWARD)
-    start = _reduce_start(hand, hand.input("g", 4, 4), W)
+    start = hand.reduction(hand.input("g", 4, 4), hand.shard(W))
     refused(hand.program([start]), "one_wait", f"reduce.{W}", f"parameter {W}")
 
 
@@ -288,10 +287,3 @@ def _product(free: tuple[str, ...]) -> Program:
     for place in free:
         anchors[place].append(hand.free(full))
     return hand.program([hand.call(aten.relu.default, z)])
-
-
-def _reduce_start(hand: Hand, grad: object, param: str) -> torch.fx.Node:
-    args = ([grad], [hand.shard(param)], PARAMS[param].layout.handle)
-    start = hand.call(ops.REDUCE_START, *args, role=Role.REDUCE, param=param)
-    set_facts(start, dataclasses.replace(facts(start), members=(param,)))
-    return start

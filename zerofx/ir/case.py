@@ -174,12 +174,12 @@ class Case:
 
     def _is_temporary(self, full: fx.Node) -> bool:
         spec = self.program.spec(full)
-        return spec is None or (spec.layout.sharded and not spec.layout.resident)
+        return spec is None or spec.layout.temporary
 
     def _full_bytes(self, full: fx.Node) -> int:
         spec, value = self.program.spec(full), full.meta.get("val")
         if spec is not None:
-            return spec.padded_numel * spec.dtype.itemsize
+            return spec.full_bytes
         return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
 
 

@@ -81,6 +81,13 @@ def members(start: fx.Node) -> list[fx.Node]:
     return [shard for shard in cast("list[Any]", shards) if isinstance(shard, fx.Node)]
 
 
+def gradients(node: fx.Node) -> list[fx.Node]:
+    """The full gradients that `reduce_grad` or `reduce_start` reduces, in order."""
+    given = node.args[0]
+    grads = cast("list[Any]", given) if isinstance(given, (list, tuple)) else [given]
+    return [grad for grad in grads if isinstance(grad, fx.Node)]
+
+
 def started_by(wait: fx.Node) -> fx.Node:
     """The collective that `unshard_wait` or `reduce_wait` waits for."""
     start = wait.args[0]

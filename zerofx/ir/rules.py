@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor, fx
 
@@ -197,7 +197,7 @@ def one_reduction(case: Case) -> Iterator[Offence]:
 def reduced_before(case: Case) -> Iterator[Offence]:
     """A gradient that was reduced is not reduced again on its way out."""
     for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        for grad in _reduced_by(node):
+        for grad in ops.gradients(node):
             for earlier in case.reductions.get(grad, ()):
                 yield Offence(node, f"reduces what {case.name(earlier)} already reduced", earlier)
 
@@ -275,13 +275,6 @@ def _members(start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
     """Shard and name of every member; without a name if the facts do not hold one."""
     shards, names = ops.members(start), facts(start).members
     return zip(shards, itertools.chain(names, itertools.repeat("")), strict=False)
-
-
-def _reduced_by(node: fx.Node) -> list[fx.Node]:
-    """The gradients that a marker or a collective reduces."""
-    given = node.args[0]
-    grads = cast("list[Any]", given) if isinstance(given, (list, tuple)) else [given]
-    return [grad for grad in grads if isinstance(grad, fx.Node)]
 
 
 def _other_shard(shard: fx.Node, param: str) -> str:

@@ -56,6 +56,11 @@ class Layout:
         return self.num_shards > 1
 
     @property
+    def temporary(self) -> bool:
+        """Whether full values exist for a moment only: gathered, then freed."""
+        return self.sharded and not self.resident
+
+    @property
     def name(self) -> str:
         """What the printer shows: `shard4`, `shard2x2.resident`, `replicate4`."""
         if not self.sharded:
@@ -109,6 +114,11 @@ class ParamSpec:
         if not self.layout.sharded:
             return self.numel
         return self.chunk_rows * self.layout.num_shards * self.row_numel
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full value with padding."""
+        return self.padded_numel * self.dtype.itemsize
 
     def rows(self, shard: int) -> tuple[int, int]:
         """First and past-the-last row that rank `shard` of the shard axis owns (no padding)."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from zerofx.ir.facts import facts
+from zerofx.ir.facts import Facts, Role, facts
 from zerofx.ir.ops import members
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
@@ -37,6 +37,13 @@ class Bucket:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class BucketPlan:
+    """Buckets of more than one parameter, in execution order."""
+
+    buckets: tuple[Bucket, ...]
+
+
 @dataclasses.dataclass
 class _Run:
     """Neighbouring collectives of one block of the model."""
@@ -48,7 +55,7 @@ class _Run:
 
 def plan_buckets(
     program: Program, starts: Iterable[fx.Node], target_bytes: int | None
-) -> list[Bucket]:
+) -> BucketPlan:
     """Group collectives of one member into buckets.
 
     Neighbours that belong to the same repeated block stay together, so that equal layers get equal
@@ -61,23 +68,33 @@ def plan_buckets(
             parameter alone. By default 16 MiB, or an eighth of all parameters if that is less.
     """
     if target_bytes is None:
-        whole = sum(full_bytes(spec) for spec in program.params.values())
+        whole = sum(spec.full_bytes for spec in program.params.values())
         target_bytes = min(_DEFAULT_BYTES, whole // _SHARE)
     by_layout: dict[int, list[tuple[fx.Node, ParamSpec]]] = {}
     for start in starts:
         spec = program.params.get(facts(start).param)
         if spec is not None and len(members(start)) == 1:
             by_layout.setdefault(spec.layout.handle, []).append((start, spec))
-    return [
+    buckets = [
         bucket
         for items in by_layout.values()
         for bucket in _join(_runs(items, target_bytes), target_bytes)
     ]
+    return BucketPlan(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
 
 
-def full_bytes(spec: ParamSpec) -> int:
-    """Bytes of a parameter's full value with padding."""
-    return spec.padded_numel * spec.dtype.itemsize
+def bucket_facts(bucket: Bucket, role: Role) -> Facts:
+    """What is known about the one collective of a bucket."""
+    records = [facts(start) for start in bucket.starts]
+    return dataclasses.replace(
+        records[0],
+        role=role,
+        param="",
+        module="",
+        bucket=bucket.name,
+        members=tuple(name for record in records for name in record.members),
+        wire_bytes=sum(record.wire_bytes for record in records),
+    )
 
 
 def _block(spec: ParamSpec) -> str:
@@ -91,7 +108,7 @@ def _runs(items: Sequence[tuple[fx.Node, ParamSpec]], target_bytes: int) -> list
     runs: list[_Run] = []
     limit = _SPLIT * target_bytes
     for start, spec in items:
-        block, size = _block(spec), full_bytes(spec)
+        block, size = _block(spec), spec.full_bytes
         last = runs[-1] if runs else None
         if last is not None and last.block == block and last.full_bytes + size <= limit:
             last.starts.append(start)

@@ -5,24 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from torch import fx
-
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
-from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, members, waits_of
+from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, gradients, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import only_returned
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import Bucket, plan_buckets
-from zerofx.passes.fuse_unshards import bucket_facts
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedReductions:
-    """Buckets of more than one gradient, in the order in which they are complete."""
-
-    buckets: tuple[Bucket, ...]
+from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +37,21 @@ class FuseReduces(Pass):
     name: ClassVar[str] = "fuse_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
 
-    def plan(self, program: Program) -> FusedReductions:
-        """Group the reductions."""
+    def plan(self, program: Program) -> BucketPlan:
+        """Group the reductions, in the order in which their gradients are complete."""
         starts = [
             start
             for start in program.calls(REDUCE_START)
             if all(map(only_returned, waits_of(start)))
         ]
-        buckets = plan_buckets(program, starts, self.target_bytes)
-        return FusedReductions(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
+        return plan_buckets(program, starts, self.target_bytes)
 
-    def apply(self, edit: Editor, plan: FusedReductions) -> None:
+    def apply(self, edit: Editor, plan: BucketPlan) -> None:
         """Insert one start for each bucket where its last gradient exists, then its waits."""
         for bucket in plan.buckets:
             last = bucket.starts[-1]
             shards = [shard for start in bucket.starts for shard in members(start)]
-            grads = [grad for start in bucket.starts for grad in _grads(start)]
+            grads = [grad for start in bucket.starts for grad in gradients(start)]
             args = (grads, shards, last.args[2])
             anchor = fused = edit.call_before(
                 last, REDUCE_START, args, bucket_facts(bucket, Role.REDUCE)
@@ -74,9 +63,3 @@ class FuseReduces(Pass):
                     anchor = edit.move_readers_after(wait, made)
                     edit.replace(wait, made)
                 edit.erase(start)
-
-
-def _grads(start: fx.Node) -> list[fx.Node]:
-    given = start.args[0]
-    assert isinstance(given, (list, tuple))
-    return [grad for grad in given if isinstance(grad, fx.Node)]

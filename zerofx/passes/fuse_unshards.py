@@ -8,19 +8,12 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir.edit import Editor
-from zerofx.ir.facts import Facts, Role, facts
+from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import Bucket, plan_buckets
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedGathers:
-    """Buckets of more than one parameter, in order of first use."""
-
-    buckets: tuple[Bucket, ...]
+from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +41,11 @@ class FuseUnshards(Pass):
         (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
     )
 
-    def plan(self, program: Program) -> FusedGathers:
-        """Group the gathers."""
-        buckets = plan_buckets(program, program.calls(UNSHARD_START), self.target_bytes)
-        return FusedGathers(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
+    def plan(self, program: Program) -> BucketPlan:
+        """Group the gathers, in order of first use."""
+        return plan_buckets(program, program.calls(UNSHARD_START), self.target_bytes)
 
-    def apply(self, edit: Editor, plan: FusedGathers) -> None:
+    def apply(self, edit: Editor, plan: BucketPlan) -> None:
         """Insert one start for each bucket, and its waits right after it."""
         for bucket in plan.buckets:
             first = bucket.starts[0]
@@ -65,20 +57,6 @@ class FuseUnshards(Pass):
                 for wait in waits_of(start):
                     anchor = _waited(edit, wait, fused, anchor, bucket.name)
                 edit.erase(start)
-
-
-def bucket_facts(bucket: Bucket, role: Role) -> Facts:
-    """What is known about the one collective of a bucket."""
-    records = [facts(start) for start in bucket.starts]
-    return dataclasses.replace(
-        records[0],
-        role=role,
-        param="",
-        module="",
-        bucket=bucket.name,
-        members=tuple(name for record in records for name in record.members),
-        wire_bytes=sum(record.wire_bytes for record in records),
-    )
 
 
 def _waited(edit: Editor, wait: fx.Node, fused: fx.Node, anchor: fx.Node, name: str) -> fx.Node:

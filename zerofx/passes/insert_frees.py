@@ -47,7 +47,7 @@ class InsertFrees(Pass):
         frees: list[tuple[fx.Node, fx.Node, int]] = []
         for full in program.calls(UNSHARD_WAIT):
             spec = program.spec(full)
-            if spec is not None and (spec.layout.resident or not spec.layout.sharded):
+            if spec is not None and not spec.layout.temporary:
                 continue
             reading = [node for node in readers(full) if node.op != "output"]
             last = max(reading, key=lambda node: place[node], default=full)

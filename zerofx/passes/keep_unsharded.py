@@ -13,7 +13,6 @@ from zerofx.ir.ops import FREE, KEEP, UNSHARD_START, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import full_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,4 +98,4 @@ def _frees_of(program: Program, start: fx.Node) -> dict[fx.Node, fx.Node]:
 
 
 def _bytes(program: Program, frees: dict[fx.Node, fx.Node]) -> int:
-    return sum(full_bytes(program.params[facts(free).param]) for free in frees)
+    return sum(program.params[facts(free).param].full_bytes for free in frees)

@@ -27,7 +27,6 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import alias_closure, only_returned, positions
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import full_bytes
 from zerofx.passes.seams import Seams
 
 
@@ -126,7 +125,8 @@ class _Walk:
             inner = start in self._inner
             gap = self.seams.gap(start) if inner else self.seams.at_or_after(start)
             self._ready[gap].append(start)
-        self._size = {s: self._full_bytes(s) for s in (*gathers, *reductions)}
+        self._size = {start: self._full_bytes(start) for start in reductions}
+        self._held = {start: self._held_bytes(start) for start in gathers}
         self._frees = self._place_frees()
         # A reduction has the time until the next one begins; gradients of two would be held longer.
         self._reduce_budget = max((self._size[start] for start in reductions), default=0)
@@ -145,7 +145,7 @@ class _Walk:
             live -= sum(self._freed_bytes(free) for free in nodes)
             while self._gathers and self._may_start(self._gathers[0], gap, live):
                 start = self._gathers.popleft()
-                live += self._held_bytes(start)
+                live += self._held[start]
                 nodes.append(start)
                 waiting.append(start)
             for start in self._ready.get(gap, ()):
@@ -159,7 +159,7 @@ class _Walk:
 
     def _may_start(self, start: fx.Node, gap: int, live: int) -> bool:
         """Whether a gather starts here: needed now, or room for it; says why not otherwise."""
-        wanted = live + self._held_bytes(start)
+        wanted = live + self._held[start]
         if self._needed[start] == gap or (wanted <= self.budget and start not in self._fixed):
             return True
         if not self.reasons or self.reasons[-1][0] is not start:
@@ -206,21 +206,21 @@ class _Walk:
         for start, following in itertools.zip_longest(order, order[1:]):
             while frees and frees[0][0] <= self._needed[start]:
                 live -= sum(self._freed_bytes(free) for free in frees.popleft()[1])
-            live += self._held_bytes(start)
+            live += self._held[start]
             least = max(least, live)
-            ahead = max(ahead, live + (self._held_bytes(following) if following else 0))
+            ahead = max(ahead, live + (self._held[following] if following else 0))
         return least, ahead
 
     def _held_bytes(self, start: fx.Node) -> int:
         """Bytes that a gather takes from its start on; a resident copy takes none."""
         waits = waits_of(start)
         freed = any(user.target in (FREE, KEEP) for wait in waits for user in wait.users)
-        return self._size[start] if freed else 0
+        return self._full_bytes(start) if freed else 0
 
     def _freed_bytes(self, free: fx.Node) -> int:
         spec = self._program.spec(free)
-        return full_bytes(spec) if spec is not None else 0
+        return spec.full_bytes if spec is not None else 0
 
     def _full_bytes(self, start: fx.Node) -> int:
         specs = [self._program.params.get(name) for name in facts(start).members]
-        return sum(full_bytes(spec) for spec in specs if spec is not None)
+        return sum(spec.full_bytes for spec in specs if spec is not None)

@@ -29,16 +29,22 @@ class Pending:
     Attributes:
         values: the results, once `finish` ran.
         works: what to wait for.
-        what: what it is, for reports of a hang.
         finish: arithmetic that follows the wait; returns the results.
         keep: tensors that must stay alive until then.
     """
 
     values: list[Tensor]
     works: Sequence[Any] = ()
-    what: str = ""
     finish: Callable[[], list[Tensor]] | None = None
     keep: tuple[Tensor, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mean:
+    """One reduction of a bucket: what computes its result, and what must stay alive until then."""
+
+    finish: Callable[[], Tensor]
+    keep: tuple[Tensor, ...]
 
 
 def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -> Pending:
@@ -50,23 +56,21 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
         comm: the axis.
         tag: number that must agree on all ranks; point-to-point messages carry it.
     """
-    sent, into, unpack = list(chunks), list(outs), list[Callable[[], None]]()
-    for group in _small_groups(chunks, comm):
-        packed = torch.cat([chunks[member] for member in group])
-        landing = packed.new_empty(comm.size * packed.numel())
-        for member in group:
-            sent[member] = into[member] = packed.new_empty(0)
-        sent.append(packed)
-        into.append(landing)
-        unpack.append(_unpacking(landing.view(comm.size, -1), [outs[member] for member in group]))
-    mail = Mail(comm)
-    for number, (chunk, out) in enumerate(zip(sent, into, strict=True)):
+    mail, unpack = Mail(comm), list[Callable[[], None]]()
+    moves: list[tuple[Tensor, Tensor]] = []
+    for group in _groups(chunks, comm):
+        chunk, out = chunks[group[0]], outs[group[0]]
+        if len(group) > 1:
+            chunk = torch.cat([chunks[member] for member in group])
+            out = chunk.new_empty(comm.size * chunk.numel())
+            unpack.append(_unpacking(out.view(comm.size, -1), [outs[member] for member in group]))
         if chunk.numel():
-            _gather_one(out, chunk, mail, tag + number)
+            _gather_one(out, chunk, mail, tag + len(moves))
+            moves.append((out, chunk))
     works = mail.deliver()
     if comm.algorithms.all_gather == "point_to_point":
-        for chunk, out in zip(sent, into, strict=True):
-            if chunk.numel() and not _is_part_of(chunk, out):
+        for out, chunk in moves:
+            if not _is_part_of(chunk, out):
                 out.chunk(comm.size)[comm.rank].copy_(chunk)
 
     def finish() -> list[Tensor]:
@@ -74,7 +78,8 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
             each()
         return outs
 
-    return Pending(outs, works, finish=finish, keep=(*sent, *into))
+    keep = tuple(tensor for move in moves for tensor in move)
+    return Pending(outs, works, finish=finish, keep=keep)
 
 
 def reduce_scatter_mean(
@@ -94,12 +99,9 @@ def reduce_scatter_mean(
         memory: of the results.
     """
     parts = [grad.split(list(split)) for grad, split in zip(grads, splits, strict=True)]
-    groups = _small_groups(grads, comm)
-    packed = {member for group in groups for member in group}
-    alone = [[member] for member in range(len(grads)) if member not in packed]
     mail = Mail(comm)
-    pending: list[tuple[list[int], Pending]] = []
-    for number, group in enumerate([*alone, *groups]):
+    under_way: list[tuple[list[int], _Mean]] = []
+    for number, group in enumerate(_groups(grads, comm)):
         # What goes to one rank lies together, whichever members it comes from.
         by_rank = [[parts[member][rank] for member in group] for rank in range(comm.size)]
         sizes = [sum(part.numel() for part in one) for one in by_rank]
@@ -107,20 +109,19 @@ def reduce_scatter_mean(
             grads[group[0]] if len(group) == 1 else torch.cat([p for one in by_rank for p in one])
         )
         if flat.numel():
-            one = _reduce_scatter_one(flat, sizes, mail, tag + number, memory)
-            pending.append((group, one))
+            mean = _reduce_scatter_one(flat, sizes, mail, tag + number, memory)
+            under_way.append((group, mean))
     works = mail.deliver()
 
     def finish() -> list[Tensor]:
         out = [part[comm.rank] for part in parts]
-        for group, one in pending:
-            mean = one.finish() if one.finish else one.values
-            pieces = mean[0].split([out[member].numel() for member in group])
+        for group, mean in under_way:
+            pieces = mean.finish().split([out[member].numel() for member in group])
             for member, piece in zip(group, pieces, strict=True):
                 out[member] = piece
         return out
 
-    keep = tuple(tensor for _, one in pending for tensor in one.keep)
+    keep = tuple(tensor for _, mean in under_way for tensor in mean.keep)
     return Pending([], works, finish=finish, keep=keep)
 
 
@@ -162,15 +163,16 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
             tensor.detach().copy_(value.view(tensor.shape))
 
 
-def _small_groups(tensors: Sequence[Tensor], comm: Comm) -> list[list[int]]:
-    """Members worth packing, by dtype: a copy costs less than a message of their own."""
+def _groups(tensors: Sequence[Tensor], comm: Comm) -> list[list[int]]:
+    """All members, in groups that travel together: small ones by dtype, large ones alone.
+
+    To copy a small one costs less than a message of its own.
+    """
     limit = comm.algorithms.pack_bytes
-    small = [
-        member
-        for member, tensor in enumerate(tensors)
-        if 0 < tensor.numel() * tensor.element_size() <= limit
-    ]
-    return [group for group in _by_dtype(tensors, small) if len(group) > 1]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    large = [[member] for member, size in enumerate(sizes) if not 0 < size <= limit]
+    small = [member for member, size in enumerate(sizes) if 0 < size <= limit]
+    return [*large, *_by_dtype(tensors, small)]
 
 
 def _by_dtype(tensors: Sequence[Tensor], members: Iterable[int]) -> list[list[int]]:
@@ -203,7 +205,7 @@ def _gather_one(out: Tensor, chunk: Tensor, mail: Mail, tag: int) -> None:
 
 def _reduce_scatter_one(
     flat: Tensor, splits: Sequence[int], mail: Mail, tag: int, memory: Recycler
-) -> Pending:
+) -> _Mean:
     comm = mail.comm
     if comm.algorithms.reduce_scatter == "native":
         return _reduce_scatter_native(flat, splits, mail)
@@ -219,14 +221,10 @@ def _reduce_scatter_one(
         for rank in range(comm.size)
     ]
     mail.post(parts, received, tag)
-
-    def finish() -> list[Tensor]:
-        return [_mean(received, comm.rank)]
-
-    return Pending([mine], finish=finish, keep=(flat, *received))
+    return _Mean(lambda: _mean(received, comm.rank), (flat, *received))
 
 
-def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], mail: Mail) -> Pending:
+def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], mail: Mail) -> _Mean:
     comm = mail.comm
     longest, mine = max(splits), splits[comm.rank]
     if any(split != longest for split in splits):
@@ -237,11 +235,7 @@ def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], mail: Mail) -> P
     out = grad.new_empty(longest)
     op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
     mail.works.append(reduce_scatter_flat(out, grad, op, comm.group))
-
-    def finish() -> list[Tensor]:
-        return [(out if nccl else out.div_(comm.size))[:mine]]
-
-    return Pending([out], finish=finish, keep=(grad,))
+    return _Mean(lambda: (out if nccl else out.div_(comm.size))[:mine], (grad, out))
 
 
 def _result_place(own: int) -> int:

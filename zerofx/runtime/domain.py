@@ -99,12 +99,11 @@ class Domain:
         what = ", ".join(names)
         tag = self.session.journal.record("all_gather", what)
         pending = collectives.all_gather([o for o, _ in moved], [c for _, c in moved], comm, tag)
-        pending.what = f"all_gather of {what}"
         unpack = pending.finish
+        assert unpack is not None
 
         def finish() -> list[Tensor]:
-            if unpack is not None:
-                unpack()
+            unpack()
             for state in refreshed:
                 state.mark_current()
             return outs
@@ -167,7 +166,6 @@ class Domain:
         splits = [_row_splits(grad, comm.size) for grad in grads]
         flat = [grad.detach().contiguous().reshape(-1) for grad in grads]
         pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, self.session.recycler)
-        pending.what = f"reduce_scatter of {what}"
         if self.replica_comm is not None:
             scattered = pending.finish
             assert scattered is not None
@@ -179,9 +177,7 @@ class Domain:
         if self.replica_comm is None or not any(grad.numel() for grad in grads):
             return Pending(list(grads))
         self.session.journal.record("all_reduce", what)
-        pending = collectives.all_reduce_mean(grads, self.replica_comm)
-        pending.what = f"all_reduce of {what}"
-        return pending
+        return collectives.all_reduce_mean(grads, self.replica_comm)
 
     def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
         """This rank's part of a member's mean gradient, with the shape of `shard`."""

@@ -153,8 +153,8 @@ class _Ranks:
     def _reduce_start(self, node: fx.Node) -> list[Any]:
         values: dict[fx.Node, list[Tensor]] = {}
         sources: list[Tensor] = []
-        given: Any = node.args[0]
-        for grad, shard, name in zip(given, ops.members(node), facts(node).members, strict=True):
+        moved = zip(ops.gradients(node), ops.members(node), facts(node).members, strict=True)
+        for grad, shard, name in moved:
             grads = self._read(node, grad)
             values[shard] = self._mean(node, self._spec(node, name), grads)
             sources += grads
@@ -182,7 +182,7 @@ class _Ranks:
         pending.left.discard(shard)
         values = pending.values[shard]
         spec = self._spec(node, facts(node).param)
-        if ops.is_call(node, ops.UNSHARD_WAIT) and self._may_free(spec):
+        if ops.is_call(node, ops.UNSHARD_WAIT) and spec.layout.temporary:
             self.gathered.update(_address(value) for value in values)
         return values
 
@@ -237,9 +237,6 @@ class _Ranks:
         if layout.num_shards * layout.num_replicas != self.world:
             raise self._error(node, f"has layout {layout.name}, not of {self.world} ranks", "")
         return spec
-
-    def _may_free(self, spec: ParamSpec) -> bool:
-        return spec.layout.sharded and not spec.layout.resident
 
     def _read(self, reader: fx.Node, node: Any) -> list[Tensor]:
         return [self._fill(reader, node, rank) for rank in range(self.world)]

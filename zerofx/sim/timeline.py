@@ -129,7 +129,8 @@ def _peak(program: Program) -> tuple[int, fx.Node | None]:
         if live > peak:
             peak, where = live, node
         if is_call(node, FREE):
-            live -= _param_bytes(program, facts(node).param)
+            spec = program.spec(node)
+            live -= spec.full_bytes if spec is not None else 0
         if node.op != "output":
             live -= sum(size.get(value, 0) for value in dying.get(node, ()))
     return peak, where
@@ -139,13 +140,7 @@ def _own_bytes(program: Program, node: fx.Node) -> int:
     """Bytes that executing `node` allocates: a gather allocates all its members at its start."""
     if is_call(node, UNSHARD_START):
         specs = [program.params.get(name) for name in facts(node).members]
-        temporary = (s for s in specs if s and s.layout.sharded and not s.layout.resident)
-        return sum(spec.padded_numel * spec.dtype.itemsize for spec in temporary)
+        return sum(spec.full_bytes for spec in specs if spec and spec.layout.temporary)
     if is_call(node, UNSHARD_WAIT, REDUCE_START, FREE):
         return 0
     return value_bytes(node.meta.get("val"))
-
-
-def _param_bytes(program: Program, name: str) -> int:
-    spec = program.params.get(name)
-    return spec.padded_numel * spec.dtype.itemsize if spec is not None else 0
