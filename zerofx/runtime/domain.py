@@ -11,10 +11,10 @@ from torch import Tensor
 
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
-from zerofx.runtime.collectives import Pending
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState, padded_chunk
+from zerofx.runtime.pending import Pending
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -99,17 +99,13 @@ class Domain:
         what = ", ".join(names)
         tag = self.session.journal.record("all_gather", what)
         pending = collectives.all_gather([o for o, _ in moved], [c for _, c in moved], comm, tag)
-        unpack = pending.finish
-        assert unpack is not None
 
-        def finish() -> list[Tensor]:
-            unpack()
+        def finish(gathered: list[Tensor]) -> list[Tensor]:
             for state in refreshed:
                 state.mark_current()
             return outs
 
-        pending.finish = finish
-        return pending
+        return pending.then(finish)
 
     def _current(self, state: ParamState | None, reuse: bool) -> Tensor | None:
         """The full value of a parameter, if this rank has it already."""
@@ -166,11 +162,11 @@ class Domain:
         splits = [_row_splits(grad, comm.size) for grad in grads]
         flat = [grad.detach().contiguous().reshape(-1) for grad in grads]
         pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, self.session.recycler)
+        if comm.algorithms.reduce_scatter == "two_hop":
+            # The hop inside the node is short; the one between nodes overlaps with what follows.
+            self.session.advance(pending)
         if self.replica_comm is not None:
-            scattered = pending.finish
-            assert scattered is not None
-            # The second hop starts where the first one is waited for.
-            pending.finish = lambda: self.session.wait(self._replica_mean(scattered(), what))
+            pending.then(lambda scattered: self._replica_mean(scattered, what))
         return pending
 
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
