@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,11 +22,12 @@ from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation
 from zerofx.runtime.buffers import BufferPool, Recycler
-from zerofx.runtime.comm import Comm, make_comm
+from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
+from zerofx.runtime.network import Network, agree_on_network
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.watch import Watch
@@ -50,7 +50,7 @@ class Session:
         recycler: memory for reduced gradients.
         kept: those among them that forward left for backward.
         journal: the collectives issued so far.
-        ranks_per_node: neighbours in the order of global ranks that share a node.
+        network: how ranks lie, and what their collectives cost.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Session:
         config: ZeroConfig,
         device: torch.device,
         copied: Session | None = None,
-        ranks_per_node: int | None = None,
+        network: Network | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -77,8 +77,9 @@ class Session:
         self.journal = Journal(self.key, default_store(), dist.get_rank() % num_ranks, num_ranks)
         self._watch = Watch(self.journal, config.hang_timeout)
         if copied is not None:
-            ranks_per_node = copied.ranks_per_node
-        self.ranks_per_node = ranks_per_node or self._agree_on_nodes()
+            network = copied.network
+        # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
+        self.network = network or agree_on_network(self.journal, config, self.mesh, device)
         self._world = self._world_comm()
         self.sharded, self.replicated = self._domains()
         self._accumulation = Accumulation(config.stage > 1, config.accumulate)
@@ -86,7 +87,7 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
-        return Session, (self.config, self.device, None, self.ranks_per_node)
+        return Session, (self.config, self.device, None, self.network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return Session(self.config, self.device, self)
@@ -216,14 +217,9 @@ class Session:
         else:
             work.wait()
 
-    def _agree_on_nodes(self) -> int:
-        """What is asked for, else what torchrun started on rank 0's node."""
-        mine = self.config.ranks_per_node or os.environ.get("LOCAL_WORLD_SIZE") or self.mesh.size()
-        return int(self.journal.agree("ranks_per_node", str(mine)))
-
     def _world_comm(self) -> Comm:
         if self.mesh.ndim == 1:
-            return make_comm(self.mesh.get_group(), self.device, self.ranks_per_node)
+            return self.network.comm(self.mesh.get_group(), self.device)
         if self.mesh.size() != dist.get_world_size():
             raise UnsupportedError(
                 f"a 2-D mesh of {self.mesh.size()} ranks inside a world of {dist.get_world_size()}",
@@ -231,16 +227,13 @@ class Session:
             )
         group = dist.group.WORLD
         assert group is not None
-        return make_comm(group, self.device, self.ranks_per_node)
+        return self.network.comm(group, self.device)
 
     def _axis_comms(self) -> tuple[Comm, Comm | None]:
         """The axes that shard and that replicate."""
-        shard, *rest = reversed(range(self.mesh.ndim))
-        comms = [
-            make_comm(self.mesh.get_group(axis), self.device, self.ranks_per_node)
-            for axis in (shard, *rest)
-        ]
-        return comms[0], comms[1] if rest else None
+        axes = reversed(range(self.mesh.ndim))
+        shard, *rest = (self.network.comm(self.mesh.get_group(axis), self.device) for axis in axes)
+        return shard, rest[0] if rest else None
 
     def _domains(self) -> tuple[Domain, Domain]:
         shard, replica = self._axis_comms()
