@@ -54,8 +54,8 @@ class ZeroConfig:
             `zerofx.before`, `after`, `replace` and `without` name the place of another one.
         hang_timeout: seconds that a rank waits in a collective before it compares its
             program with the other ranks' and reports the difference.
-        dump: folder into which rank 0 writes every program as text, after each pass; by default
-            the environment variable ZEROFX_DUMP. Empty: nothing is written.
+        dump: folder into which rank 0 writes every program: as text after each pass, as data and
+            as Python; by default the environment variable ZEROFX_DUMP. Empty: nothing is written.
     """
 
     stage: Stage = 3
