@@ -14,11 +14,16 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run(out: Path, *arguments: str, ranks: bool = True) -> str:
+    """Run an example that trains on text and return what it printed."""
+    place = ("--tiny", "--out", str(out), "--cache", str(out / "cache"))
+    return run_script(*arguments, *place, ranks=ranks)
+
+
+def run_script(script: str, *options: str, ranks: bool = True) -> str:
     """Run an example in processes of its own and return what it printed."""
-    script, *options = arguments
     command = [sys.executable, *(TORCHRUN if ranks else []), str(EXAMPLES / script), *options]
     done = subprocess.run(
-        [*command, "--tiny", "--inner", "eager", "--out", str(out), "--cache", str(out / "cache")],
+        [*command, "--inner", "eager"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -47,3 +52,9 @@ def test_quickstart_needs_no_torchrun(tmp_path: Path) -> None:
         tmp_path, "quickstart.py", "--steps", "3", "--sample-characters", "4", ranks=False
     )
     assert "loss" in printed
+
+
+def test_own_passes_change_what_moves_and_no_number() -> None:
+    lines = run_script("own_pass.py", "--steps", "2").splitlines()
+    losses = [line.split()[1:3] for line in lines if line.startswith("losses")]
+    assert len(losses) == 2 and losses[0] == losses[1] and lines[-1].endswith("with own passes")

@@ -1,10 +1,27 @@
 """zerofx: ZeRO as a compiler pass behind `torch.compile(model, backend="zero3")`.
 
 Most programs import nothing of this package: the backends `zero0` to `zero3` are found by name.
+Authors of passes find the vocabulary in `zerofx.passes`.
 """
 
 from zerofx.api import no_sync, refresh, shard, unshard
 from zerofx.config import ZeroConfig
 from zerofx.errors import ZeroFxError
+from zerofx.passes.base import Pass
+from zerofx.passes.changes import after, before, replace, without
+from zerofx.passes.registry import register_pass
 
-__all__ = ["ZeroConfig", "ZeroFxError", "no_sync", "refresh", "shard", "unshard"]
+__all__ = [
+    "Pass",
+    "ZeroConfig",
+    "ZeroFxError",
+    "after",
+    "before",
+    "no_sync",
+    "refresh",
+    "register_pass",
+    "replace",
+    "shard",
+    "unshard",
+    "without",
+]

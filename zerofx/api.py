@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.passes.fingerprint import fingerprint
+from zerofx.passes.pipelines import pipeline
+from zerofx.passes.registry import with_registered
 from zerofx.runtime.params import local_tensor
 from zerofx.runtime.session import Session
 from zerofx.sharding.assignments import drop_unowned
@@ -39,7 +42,8 @@ def shard(model: Model, config: ZeroConfig | None = None) -> Model:
     Raises:
         ZeroFxError: the model, an optimizer or the process group is refused; the message names it.
     """
-    shard_model(unwrap_compiled(model), config or ZeroConfig())
+    config = with_registered(config or ZeroConfig())
+    shard_model(unwrap_compiled(model), config, fingerprint(pipeline(config, 0)))
     return model
 
 

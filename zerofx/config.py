@@ -54,11 +54,12 @@ class ZeroConfig:
             backward needs first, is kept, and nothing else.
         verify: check the program's rules after every pass.
         disable: names of passes to leave out.
-        passes: extra passes (instances), appended to the pipeline.
+        passes: changes of the pipeline, in order: a pass (an instance) goes to the end,
+            `zerofx.before`, `after`, `replace` and `without` name the place of another one.
         hang_timeout: seconds that a rank waits in a collective before it compares its
             program with the other ranks' and reports the difference.
-        dump: folder into which rank 0 writes every program as text, after each pass; by default
-            the environment variable ZEROFX_DUMP. Empty: nothing is written.
+        dump: folder into which rank 0 writes every program: as text after each pass, as data and
+            as Python; by default the environment variable ZEROFX_DUMP. Empty: nothing is written.
     """
 
     stage: Stage = 3
@@ -77,6 +78,13 @@ class ZeroConfig:
     passes: tuple[Any, ...] = ()
     hang_timeout: float = 10.0
     dump: str = dataclasses.field(default_factory=_dump_from_environment, compare=False)
+
+    @property
+    def added_passes(self) -> tuple[str, ...]:
+        """Names of the passes that users brought in."""
+        # A change holds its pass as `new`; this module knows nothing of either class.
+        passes = (getattr(each, "new", each) for each in self.passes)
+        return tuple(str(getattr(each, "name", each)) for each in passes if each is not None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))

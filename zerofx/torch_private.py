@@ -31,6 +31,8 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch._logging import trace_structured
+from torch._logging._internal import trace_log
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.graph import _BoxedCodeGen
@@ -233,6 +235,21 @@ def compile_with_inductor(
 def inductor_options_of_mode(mode: str | None) -> dict[str, Any]:
     """Inductor configuration behind `torch.compile(mode=…)`."""
     return dict(list_mode_options(mode))
+
+
+def is_tracing() -> bool:
+    """Whether torch writes its structured trace (`TORCH_TRACE`)."""
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Put a text into the structured trace, beside the compilation under way."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
 
 
 def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

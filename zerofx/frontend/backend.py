@@ -17,6 +17,9 @@ from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
+from zerofx.passes.fingerprint import fingerprint
+from zerofx.passes.pipelines import pipeline
+from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
 from zerofx.sharding.shard import shard_model
@@ -82,30 +85,53 @@ def _shard_and_compile(
     options: Mapping[str, Any] | None,
     mode: str | None,
 ) -> Compiled:
-    config = config_from_options(stage, options)
+    config = with_registered(config_from_options(stage, options))
     compiler = SegmentCompiler(config.inner, _patches(config, mode))
     refuse_running_wrappers()
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
     if plain:
-        shard_model(find_root(plain), config)
+        shard_model(find_root(plain), config, fingerprint(pipeline(config, 0)))
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)
     if described.session is not None and not options:
         # Sharded by zerofx.shard, whose options hold wherever the model is compiled.
-        config = dataclasses.replace(described.session.config, stage=stage)
+        config = with_registered(dataclasses.replace(described.session.config, stage=stage))
         compiler = SegmentCompiler(config.inner, _patches(config, mode))
     _check_options(described, config)
-    return Capture(config, described, compiler).compile(module, inputs)
+    compiled = Capture(config, described, compiler).compile(module, inputs)
+    return _with_same_passes(compiled) if described.session is not None else compiled
+
+
+def _with_same_passes(compiled: Compiled) -> Compiled:
+    """Dynamo reuses a program without asking which passes are registered: the program asks."""
+    then = registered()
+
+    def run(*args: Any) -> Any:
+        refuse_changed(then)
+        return compiled(*args)
+
+    return run
 
 
 def _check_options(described: GraphInputs, config: ZeroConfig) -> None:
     for session in described.sessions:
         if session.config != config:
             raise UnsupportedError(
-                f"the model was sharded with {session.config}, and is compiled with {config}",
-                "use the same backend and options in zerofx.shard and wherever you compile it",
+                "the model was sharded with other options than it is compiled with",
+                "use the same backend, options and registered passes in zerofx.shard and wherever "
+                "you compile it",
+                _differences(session.config, config),
             )
+
+
+def _differences(sharded: ZeroConfig, compiled: ZeroConfig) -> list[str]:
+    return [
+        f"sharded with {field.name}={one!r}, compiled with {field.name}={other!r}"
+        for field in dataclasses.fields(ZeroConfig)
+        if field.compare
+        and (one := getattr(sharded, field.name)) != (other := getattr(compiled, field.name))
+    ]
 
 
 def _patches(config: ZeroConfig, mode: str | None) -> dict[str, Any]:

@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx
 
 from zerofx.config import ZeroConfig
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
-from zerofx.frontend.dump import Dump
+from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
@@ -51,7 +50,7 @@ class Capture:
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
-        self._dump = Dump(config.dump, next(_numbers)) if config.dump and _is_first_rank() else None
+        self._dump = dump_for(config.dump, next(_numbers), self.passes)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
@@ -102,8 +101,10 @@ class Capture:
     def _run(self, module: fx.GraphModule, region: Region) -> Program:
         program = self._program(module, region)
         if self._dump is not None:
-            self._dump(program, "traced", None)
+            self._dump.begin(program)
         run_passes(program, self.passes, check=self.config.verify, observer=self._dump)
+        if self._dump is not None:
+            self._dump.end(program)
         self.programs[region] = program
         return program
 
@@ -117,7 +118,3 @@ def _passes(config: ZeroConfig, session: Session) -> tuple[Pass, ...]:
     table = session.network.table
     most_bytes = table.bucket_bytes() if table else MOST_BYTES
     return pipeline(config, session.replicated.layout.handle, most_bytes)
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

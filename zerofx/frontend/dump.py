@@ -1,37 +1,173 @@
-"""Write programs as text while passes transform them: one file a pass, and what it changed."""
+"""Follow programs through their passes: into a folder, torch's structured trace, and the log."""
 
 from __future__ import annotations
 
-import itertools
+import collections
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch.distributed as dist
+from torch import fx
+
+from zerofx.errors import UnsupportedError
+from zerofx.frontend.report import Ran, describe_graph, describe_program
+from zerofx.frontend.standalone import standalone
 from zerofx.ir.program import Program
-from zerofx.ir.text import diff, print_program
+from zerofx.ir.text import diff, node_names, print_program
+from zerofx.passes.base import Pass
+from zerofx.torch_private import is_tracing, trace_artifact
+
+_log = logging.getLogger("zerofx.programs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A program after its last pass.
+
+    Attributes:
+        region: the part of the step.
+        summary: one line for a person.
+        report: everything so far about the graph, for machines.
+        python: the program as a file that runs.
+    """
+
+    region: str
+    summary: str
+    report: Mapping[str, Any]
+    python: str
+
+
+class Reader(Protocol):
+    """Who is told."""
+
+    def passed(self, region: str, stem: str, before: str, text: str) -> None:
+        """A pass ran; `stem` is its number and name, `before` is empty at the start."""
+
+    def finished(self, done: Finished) -> None:
+        """No pass follows."""
 
 
 class Dump:
-    """Writes `directory/graph<N>/<region>/`: `000_traced.txt`, then `.txt` and `.diff` a pass.
+    """The observer of all programs of one Dynamo graph.
 
     Args:
-        directory: made if needed; older files stay unless they have the same name.
         number: which Dynamo graph of this process.
+        passes: the pipeline.
+        readers: who is told.
     """
 
-    def __init__(self, directory: str, number: int) -> None:
-        self._root = Path(directory) / f"graph{number}"
-        self._before: dict[str, str] = {}
-        self._counts: dict[str, itertools.count[int]] = {}
+    def __init__(self, number: int, passes: Sequence[Pass], readers: Sequence[Reader]) -> None:
+        self._number = number
+        self._passes = {each.name: each for each in passes}
+        self._readers = readers
+        self._texts: dict[str, str] = {}
+        self._names: dict[str, Mapping[fx.Node, str]] = {}
+        self._ran: dict[str, list[Ran]] = collections.defaultdict(list)
+        self._programs: dict[str, dict[str, Any]] = {}
+
+    def begin(self, program: Program) -> None:
+        """Tell of a program that no pass has seen."""
+        region = program.region.value
+        self._texts[region], self._names[region] = "", {}
+        self._ran.pop(region, None)
+        self._tell(program, "traced")
 
     def __call__(self, program: Program, name: str, plan: Any) -> None:
-        """Write `program` as the pass `name` left it."""
-        folder = self._root / program.region.value
+        """Tell of a program as the pass `name` left it."""
+        region = program.region.value
+        before, names = self._texts[region], self._names[region]
+        self._tell(program, name)
+        known = {**self._names[region], **names}
+        changed = self._texts[region] != before
+        self._ran[region].append(Ran(self._passes[name], plan, known, changed))
+
+    def end(self, program: Program) -> None:
+        """Tell of a finished program."""
+        region = program.region.value
+        self._programs[region] = entry = describe_program(program, self._ran[region])
+        report = describe_graph(self._number, program.stage, list(self._programs.values()))
+        try:
+            python = standalone(program)
+        except UnsupportedError as error:
+            python = f'"""This program cannot run on its own: {error}"""\n'
+        done = Finished(region, f"graph {self._number}: {_summary(entry)}", report, python)
+        for reader in self._readers:
+            reader.finished(done)
+
+    def _tell(self, program: Program, name: str) -> None:
+        region, text = program.region.value, print_program(program)
+        stem = f"{len(self._ran[region]) + (name != 'traced'):03d}_{name}"
+        for reader in self._readers:
+            reader.passed(region, stem, self._texts[region], text)
+        self._texts[region], self._names[region] = text, node_names(program)
+
+
+def dump_for(folder: str, number: int, passes: Sequence[Pass]) -> Dump | None:
+    """The observer for whoever wants to know; `None` if nobody does.
+
+    Args:
+        folder: into which rank 0 writes; empty for none.
+        number: which Dynamo graph of this process.
+        passes: the pipeline.
+    """
+    readers: list[Reader] = []
+    if folder and (not dist.is_initialized() or dist.get_rank() == 0):
+        readers.append(_Folder(Path(folder) / f"graph{number}"))
+    if is_tracing():
+        readers.append(_Trace())
+    if _log.isEnabledFor(logging.INFO):
+        readers.append(_Log())
+    return Dump(number, passes, readers) if readers and passes else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Folder:
+    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`, and `report.json`."""
+
+    root: Path
+
+    def passed(self, region: str, stem: str, before: str, text: str) -> None:
+        folder = self.root / region
         folder.mkdir(parents=True, exist_ok=True)
-        count = self._counts.setdefault(program.region.value, itertools.count())
-        stem = f"{next(count):03d}_{name}"
-        text = print_program(program)
         (folder / f"{stem}.txt").write_text(text)
-        before = self._before.get(program.region.value)
-        if before is not None:
+        if before:
             (folder / f"{stem}.diff").write_text(diff(before, text))
-        self._before[program.region.value] = text
+
+    def finished(self, done: Finished) -> None:
+        (self.root / done.region / "program.py").write_text(done.python)
+        (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
+
+
+class _Trace:
+    """Artifacts of torch's structured trace, which `tlparse` shows with each compilation."""
+
+    def passed(self, region: str, stem: str, before: str, text: str) -> None:
+        trace_artifact(f"zerofx_{region}_{stem}", text)
+
+    def finished(self, done: Finished) -> None:
+        trace_artifact(f"zerofx_{done.region}_program.py", done.python)
+        trace_artifact("zerofx_report.json", json.dumps(done.report))
+
+
+class _Log:
+    """`TORCH_LOGS="zerofx"`: a line for each program; `"+zerofx"`: what each pass changed."""
+
+    def passed(self, region: str, stem: str, before: str, text: str) -> None:
+        changes = diff(before, text) if before else text
+        _log.debug("%s after %s\n%s", region, stem, changes or "(nothing changed)\n")
+
+    def finished(self, done: Finished) -> None:
+        _log.info("%s", done.summary)
+
+
+def _summary(entry: Mapping[str, Any]) -> str:
+    kinds = [each["kind"] for each in entry["collectives"]]
+    return (
+        f"{entry['region']} program: {len(entry['passes'])} passes, {kinds.count('unshard')} "
+        f"gathers and {kinds.count('reduce')} reductions, which send {entry['wire_bytes']} B; "
+        f"at most {entry['peak_full_bytes']} B of full values at once"
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import Facts, Role, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
+from zerofx.ir.view import owned_source
 
 _PREFIXES = {
     ops.UNSHARD: "full",
@@ -102,7 +103,7 @@ class _Printer:
         name, record = self.names[node], facts(node)
         if record.role is Role.MESH:
             return name
-        typed = "" if _is_token(node) else self._value(node.meta.get("val"))
+        typed = "" if _is_token(node) else self._value(node.meta.get("val"), self._owned(node))
         head = f"{name}: {typed}" if typed else name
         if node.op in ("placeholder", "get_attr"):
             body = head
@@ -122,12 +123,21 @@ class _Printer:
 
     def _arguments(self, node: fx.Node) -> str:
         layout_at = _LAYOUT_ARGUMENT.get(cast(Any, node.target), -1)
+        args, owned = node.args, self._owned(node)
+        if owned is not None and len(args) == 2 and isinstance(args[1], (list, tuple)):
+            args = (args[0], list(owned))
         parts = [
             self._layout(node, arg) if place == layout_at else self._argument(arg)
-            for place, arg in enumerate(node.args)
+            for place, arg in enumerate(args)
         ]
         parts += [f"{key}={self._argument(arg)}" for key, arg in node.kwargs.items()]
         return ", ".join(parts)
+
+    def _owned(self, node: fx.Node) -> Sequence[int] | None:
+        """The shape that rank 0 owns: the last ranks may own fewer rows."""
+        source = owned_source(node)
+        spec = self.program.spec(source) if source is not None else None
+        return spec.shard_shape(0) if spec is not None else None
 
     def _layout(self, node: fx.Node, handle: Any) -> str:
         return facts(node).layout or self._layouts.get(handle, "world")
@@ -157,11 +167,12 @@ class _Printer:
     def _list(self, args: Iterable[Any]) -> str:
         return ", ".join(self._argument(arg) for arg in args)
 
-    def _value(self, value: Any) -> str:
+    def _value(self, value: Any, shape: Sequence[int] | None = None) -> str:
         if value is None:
             return ""
         if isinstance(value, Tensor):
-            return f"{_dtype(value.dtype)}[{', '.join(self._size(n) for n in value.shape)}]"
+            sizes = value.shape if shape is None else shape
+            return f"{_dtype(value.dtype)}[{', '.join(self._size(n) for n in sizes)}]"
         if isinstance(value, (list, tuple)):
             parts = (self._value(each) or "none" for each in cast(list[Any], value))
             return f"({', '.join(parts)})"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerofx.ir.ops import REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
+from zerofx.ir.facts import Role, facts
+from zerofx.ir.ops import REDUCE_GRAD, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
 from zerofx.torch_private import shares_storage
 
 _aten = torch.ops.aten
@@ -68,6 +69,20 @@ def identity_source(node: fx.Node) -> fx.Node:
     return node
 
 
+def owned_source(node: fx.Node) -> fx.Node | None:
+    """The shard, or this rank's part of a gradient, that `node` is or repeats; `None` if neither.
+
+    A sum of such parts counts as the first of them. Its shape may be another one on other ranks.
+    """
+    source = identity_source(node)
+    while is_call(source, _aten.add.Tensor):
+        left, right = (*source.all_input_nodes, source)[:2]
+        if not _same_shape(left, source) or not _is_owned(identity_source(right)):
+            return None
+        source = identity_source(left)
+    return source if _is_owned(source) else None
+
+
 def only_returned(wait: fx.Node) -> bool:
     """Whether nothing but identities of a value, and the output, read it."""
     queue = [wait]
@@ -79,6 +94,11 @@ def only_returned(wait: fx.Node) -> bool:
                 return False
             queue.append(user)
     return True
+
+
+def _is_owned(node: fx.Node) -> bool:
+    is_shard = node.op == "placeholder" and facts(node).role is Role.SHARD
+    return is_shard or is_call(node, REDUCE_GRAD, REDUCE_WAIT)
 
 
 def _is_getitem(node: fx.Node) -> bool:

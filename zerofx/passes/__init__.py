@@ -1,7 +1,37 @@
 """The program: one transformation a file, and the lists that make a stage.
 
 A pass sees `ir` and `cost` only; it never runs a model, touches a device or calls a collective.
-Modules: base, pipelines, merge_unshards, merge_reduces, copy_returned, insert_unshards,
-insert_reduces, insert_frees, sync_buffers; buckets, fuse_unshards, fuse_reduces, keep_unsharded,
-seams, schedule.
+What is exported here is what a pass is written with, built-in or not; see docs/passes.md.
+Modules: base, changes, registry, fingerprint, pipelines; merge_unshards, merge_reduces,
+copy_returned, insert_unshards, insert_reduces, insert_frees, sync_buffers; buckets, fuse_unshards,
+fuse_reduces, keep_unsharded, seams, schedule.
 """
+
+from zerofx.ir import ops, view
+from zerofx.ir.edit import Editor
+from zerofx.ir.facts import Facts, Role, facts
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Layout, ParamSpec, Region
+from zerofx.ir.text import print_program
+from zerofx.passes.base import Pass
+from zerofx.passes.changes import Change, after, before, replace, without
+
+__all__ = [
+    "Change",
+    "Editor",
+    "Facts",
+    "Layout",
+    "ParamSpec",
+    "Pass",
+    "Program",
+    "Region",
+    "Role",
+    "after",
+    "before",
+    "facts",
+    "ops",
+    "print_program",
+    "replace",
+    "view",
+    "without",
+]

@@ -22,7 +22,14 @@ class Pass(abc.ABC):
     """One transformation. A subclass is a frozen dataclass; its fields are its options.
 
     `plan` is pure and returns printable data; `apply` edits through the one editing door. A pass
-    never runs the model, touches a device or calls a collective.
+    never runs the model, touches a device or calls a collective, and decides alike on every rank.
+    How to write one: docs/passes.md.
+
+    Attributes:
+        name: how users, errors and dumps call it; one word of a pipeline.
+        regions: the programs it works on.
+        numerics: what it may do to numbers: nothing, change the order of a sum, or round.
+        mandatory: whether a program without it would be wrong.
     """
 
     name: ClassVar[str]
@@ -67,12 +74,8 @@ def run_passes(
             plan = each.plan(program)
             each.apply(edit, plan)
             edit.finish()
-        except (RuntimeError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise PassError(
-                f"pass {each.name} failed on the {program.region.value} program: {error}",
-                f"disable it with options={{'disable': ('{each.name}',)}} and report this",
-                [f"ran before it: {name}" for name in done],
-            ) from error
+        except Exception as error:
+            raise _failure(each, program, done, error) from error
         done.append(each.name)
         if check:
             verify(program, done)
@@ -81,3 +84,15 @@ def run_passes(
     if check:
         verify(program, done, final=True)
     program.module.recompile()
+
+
+def _failure(each: Pass, program: Program, done: Sequence[str], error: Exception) -> PassError:
+    module = type(each).__module__
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    return PassError(
+        f"pass {each.name} failed on the {program.region.value} program: "
+        f"{type(error).__name__}: {error}",
+        f"disable it with options={{'disable': ('{each.name}',)}} and "
+        + ("report this" if ours else f"repair {type(each).__qualname__} in {module}"),
+        [f"ran before it: {name}" for name in done],
+    )

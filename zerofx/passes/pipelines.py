@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from zerofx.config import ZeroConfig
-from zerofx.errors import ConfigError
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES
+from zerofx.passes.changes import as_change, change_pipeline, unknown_pass
 from zerofx.passes.copy_returned import CopyReturned
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.fuse_unshards import FuseUnshards
@@ -64,26 +64,25 @@ def _optional(config: ZeroConfig, most_bytes: int) -> tuple[Pass, ...]:
 def pipeline(
     config: ZeroConfig, buffers_layout: int, most_bytes: int = MOST_BYTES
 ) -> tuple[Pass, ...]:
-    """The passes for `config`, mandatory ones first.
+    """The passes for `config`: mandatory ones, then optional ones, then what users changed.
 
     Args:
-        config: stage, what is disabled and what is added.
+        config: stage, what is changed and what is disabled. Passes that hold for every model
+            count only if `zerofx.passes.registry.with_registered` put them in.
         buffers_layout: handle of the layout that holds replicated values.
         most_bytes: bound of buckets whose size was not asked for.
 
     Raises:
-        ConfigError: `disable` names no pass of the list, or `passes` holds something else.
+        ConfigError: `disable` or `passes` names no pass of the list, or `passes` holds something
+            that is none.
     """
     listed = _STAGES[config.stage]
     if config.broadcast_buffers:
         listed += (SyncBuffers(layout=buffers_layout),)
     listed += _optional(config, most_bytes)
-    for extra in config.passes:
-        if not isinstance(extra, Pass):
-            raise ConfigError(f"option passes holds {extra!r}", "pass instances of zerofx.Pass")
-        listed += (extra,)
-    unknown = set(config.disable) - {each.name for each in listed}
-    if unknown:
-        names = ", ".join(each.name for each in listed)
-        raise ConfigError(f"option disable names {sorted(unknown)}", f"the passes are: {names}")
+    listed = change_pipeline(listed, [as_change(each) for each in config.passes])
+    names = [each.name for each in listed]
+    for name in config.disable:
+        if name not in names:
+            raise unknown_pass(name, names, "option disable")
     return tuple(each for each in listed if each.name not in config.disable)

@@ -14,7 +14,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -38,9 +38,17 @@ class Journal:
         store: the process group's store.
         rank: global rank.
         num_ranks: number of global ranks.
+        passes: names of the passes that users added, which may be at fault.
     """
 
-    def __init__(self, key: str, store: dist.Store, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        key: str,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        passes: Sequence[str] = (),
+    ) -> None:
         self._key = key
         self._store = store
         self._rank = rank
@@ -54,6 +62,8 @@ class Journal:
         self._num_steps = 0
         self._questions = 0
         self._answered = b""
+        suspects = f", the model's or that of the added passes {', '.join(passes)}"
+        self._remedy = _RANK_REMEDY + (suspects if passes else "")
 
     def record(self, kind: str, name: str) -> int:
         """Note a collective; returns the tag for its messages (31 bits)."""
@@ -120,7 +130,7 @@ class Journal:
             self.explain_within(_ANSWER_SECONDS)
             raise DivergedError(
                 f"ranks {self._rank} and {peer} issued different collectives by step {step - 1}",
-                _RANK_REMEDY,
+                self._remedy,
             )
 
     def explain_hang(self) -> list[str]:
@@ -146,7 +156,7 @@ class Journal:
                 raise DivergedError(
                     f"ranks {self._rank} and {peer} issue different collectives from number "
                     f"{position} on",
-                    _RANK_REMEDY,
+                    self._remedy,
                     _in_order(ours, other, self._rank, peer),
                 )
             if theirs["count"] < mine["count"]:
@@ -221,7 +231,10 @@ def _diff(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]
     ours_only = [line for line in mine if line not in theirs]
     theirs_only = [line for line in theirs if line not in mine]
     if not ours_only and not theirs_only:
-        ours_only, theirs_only = mine, theirs
+        # The same lines in another order.
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        start = next((place for place, (one, other) in pairs if one != other), 0)
+        ours_only, theirs_only = mine[start:], theirs[start:]
     return [f"rank {rank}: {line}" for line in ours_only[:8]] + [
         f"rank {peer}: {line}" for line in theirs_only[:8]
     ]

@@ -74,7 +74,13 @@ class Session:
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
         self._num_copies = 0
         self._is_copy = copied is not None
-        self.journal = Journal(self.key, default_store(), dist.get_rank() % num_ranks, num_ranks)
+        self.journal = Journal(
+            self.key,
+            default_store(),
+            dist.get_rank() % num_ranks,
+            num_ranks,
+            config.added_passes,
+        )
         self._watch = Watch(self.journal, config.hang_timeout)
         if copied is not None:
             network = copied.network

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -20,11 +21,16 @@ from zerofx.sharding.refuse import refuse_parameters, refuse_wrappers
 from zerofx.sharding.rows import cut, own_rows
 
 
-def shard_model(model: nn.Module, config: ZeroConfig) -> Session:
+def shard_model(model: nn.Module, config: ZeroConfig, passes: Sequence[str] = ()) -> Session:
     """Shard every plain parameter of `model` in place.
 
     Rank 0's parameters and buffers are broadcast. Optimizers that hold the old parameters are
     pointed at the new ones, their state sharded along. Calling it again shards what was added.
+
+    Args:
+        model: the model.
+        config: the user's choices.
+        passes: lines that describe the passes, which ranks compare too.
 
     Returns:
         The model's session.
@@ -52,7 +58,7 @@ def shard_model(model: nn.Module, config: ZeroConfig) -> Session:
             f"{type(model).__name__} is sharded already, with other options: {session.config}",
             "use the same backend and options wherever you compile it",
         )
-    _compare_plans(session, [(names[key], param) for key, param in olds.items()])
+    _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes)
     _broadcast_buffers(model, session)
     replaced = {
         key: (param, _shard_parameter(param, names[key], session)) for key, param in olds.items()
@@ -94,7 +100,9 @@ def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str
     return names
 
 
-def _compare_plans(session: Session, plan: list[tuple[list[str], nn.Parameter]]) -> None:
+def _compare_plans(
+    session: Session, plan: list[tuple[list[str], nn.Parameter]], passes: Sequence[str]
+) -> None:
     """Compare what will be sharded with the other ranks, before the first collective."""
     options = session.config
     head = f"stage {options.stage}, mesh {tuple(session.mesh.shape)}, inner {options.inner}"
@@ -102,6 +110,7 @@ def _compare_plans(session: Session, plan: list[tuple[list[str], nn.Parameter]])
         head,
         f"accumulate {options.accumulate}, small below {options.min_shard_numel}",
         f"disabled passes {sorted(options.disable)}, broadcast {options.broadcast_buffers}",
+        *passes,
     ]
     for names, param in plan:
         kind = "" if param.requires_grad else ", frozen"

@@ -1,0 +1,74 @@
+"""`program.py` of a dump needs nothing of zerofx, and computes the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dumps.everything import SEED, batch, local, model, step
+from tests.dumps.processes import torchrun
+from tests.ranks import run_ranks
+
+
+def _save(folder: Path, value: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(value, folder / f"rank{dist.get_rank()}.pt")
+
+
+def _train(folder: Path, stage: int) -> None:
+    """One step with a dump; leaves behind what the programs were given and what came out."""
+    net = model()
+    values = {name: value.detach().clone() for name, value in net.named_buffers()}
+    loss = step(net, stage, dump=str(folder / "dump"))
+    dist.barrier()
+    report = json.loads(next((folder / "dump").glob("graph*/report.json")).read_text())
+    params = dict(net.named_parameters())
+    given, grads, free = [], [], iter(batch())
+    for each in report["programs"][1]["inputs"]:
+        if each["role"] == "shard":
+            given.append(local(params[each["param"]].detach()))
+            grads.append(local(params[each["param"]].grad))
+        elif each["role"] == "buffer":
+            given.append(values[each["param"]])
+        else:
+            given.append(None if each["role"] == "mesh" else next(free))
+    number = report["programs"][1]["num_user_outputs"]
+    _save(folder / "forward", given)
+    _save(folder / "expected", {"loss": loss, "grads": grads, "num_user_outputs": number})
+
+
+def _load(folder: Path) -> list[Any]:
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def _tensors(values: list[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("stage", [3, 1, 0])
+def test_forward_and_backward_run_on_their_own(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, _train, tmp_path, stage)
+    (dump,) = (tmp_path / "dump").glob("graph*")
+    for name in ("forward", "backward"):
+        text = (dump / name / "program.py").read_text()
+        assert "import zerofx" not in text and "# norm\n" in text
+    folders = [str(tmp_path / name) for name in ("forward", "saved", "backward", "gradients")]
+    torchrun(dump / "forward" / "program.py", *folders[:2], str(SEED), alone=True)
+    expected = _load(tmp_path / "expected")
+    for rank, (want, got) in enumerate(zip(expected, _load(tmp_path / "saved"), strict=True)):
+        number = want["num_user_outputs"]
+        (loss,) = [value for value in got[:number] if value.shape == ()]
+        assert torch.equal(loss, want["loss"]), f"rank {rank}"
+        (tmp_path / "backward").mkdir(exist_ok=True)
+        torch.save([*got[number:], torch.ones(())], tmp_path / "backward" / f"rank{rank}.pt")
+    torchrun(dump / "backward" / "program.py", *folders[2:], alone=True)
+    for want, got in zip(expected, _load(tmp_path / "gradients"), strict=True):
+        grads = _tensors(want["grads"])
+        assert len(grads) == 10 and len(_tensors(got)) == 10
+        for one, other in zip(_tensors(got), grads, strict=True):
+            assert torch.equal(one, other)

@@ -1,0 +1,1 @@
+"""Passes that users bring: by option, by registration, from installed packages."""

@@ -1,0 +1,199 @@
+"""What passes made of a program, as data for machines: `report.json` of a dump.
+
+The schema has a version, which changes whenever a key changes its name or meaning. Values are the
+same on every run and, but for the shapes of shards, on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.facts import facts
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.ir.text import node_names
+from zerofx.ir.verify import peak_full_bytes
+from zerofx.passes.base import Pass
+from zerofx.passes.buckets import Bucket
+
+VERSION = 1
+
+Json = Any
+"""What `json.dumps` takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A pass that ran.
+
+    Attributes:
+        ran: the pass.
+        plan: what it returned.
+        names: what the printer called the nodes before and after it.
+        changed: whether the text of the program changed.
+    """
+
+    ran: Pass
+    plan: Any
+    names: Mapping[fx.Node, str]
+    changed: bool
+
+
+def describe_program(program: Program, passes: Sequence[Ran]) -> dict[str, Json]:
+    """The entry of one finished program."""
+    names = node_names(program)
+    inputs = program.graph.find_nodes(op="placeholder")
+    starts = program.calls(ops.UNSHARD_START, ops.REDUCE_START)
+    return {
+        "region": program.region.value,
+        "inputs": [_describe_input(node, names[node]) for node in inputs],
+        "outputs": [printable(value, names) for value in program.outputs],
+        "num_user_outputs": program.num_user_outputs,
+        "passes": [_describe_pass(each) for each in passes],
+        "buckets": list(_describe_buckets(program, starts, passes)),
+        "collectives": [_describe_collective(program, start) for start in starts],
+        "kept": [facts(node).param for node in program.calls(ops.KEEP)],
+        "wire_bytes": sum(facts(start).wire_bytes for start in starts),
+        "peak_full_bytes": peak_full_bytes(program),
+    }
+
+
+def describe_graph(number: int, stage: int, programs: Sequence[dict[str, Json]]) -> dict[str, Json]:
+    """The whole report of one Dynamo graph.
+
+    Args:
+        number: which graph of this process.
+        stage: ZeRO stage.
+        programs: entries, in the order in which they were finished.
+    """
+    return {
+        "version": VERSION,
+        "graph": number,
+        "stage": stage,
+        "wire_bytes_per_step": wire_bytes_per_step(programs),
+        "programs": list(programs),
+    }
+
+
+def wire_bytes_per_step(programs: Sequence[dict[str, Json]]) -> int | None:
+    """Bytes that a rank sends in forward and backward; `None` before there is a backward.
+
+    What forward keeps, backward does not gather again. Stages 1 and 2 gather once per optimizer
+    step, which is counted as one step here.
+    """
+    found = {each["region"]: each for each in programs}
+    if Region.BACKWARD.value not in found:
+        return None
+    forward, backward = found[Region.FORWARD.value], found[Region.BACKWARD.value]
+    spared = 0
+    for each in backward["collectives"]:
+        sizes = {member["param"]: member["full_bytes"] for member in each["members"]}
+        if each["kind"] == "unshard":
+            kept = sum(sizes.get(param, 0) for param in forward["kept"])
+            spared += each["wire_bytes"] * kept // max(1, sum(sizes.values()))
+    return forward["wire_bytes"] + backward["wire_bytes"] - spared
+
+
+def printable(value: Any, names: Mapping[fx.Node, str]) -> Json:
+    """Plans as JSON: nodes by their printed names, dataclasses as objects, the rest by its type."""
+    if isinstance(value, fx.Node):
+        return names.get(value, value.name)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: printable(getattr(value, field.name), names) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(printable(key, names)): printable(item, names) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((printable(item, names) for item in value), key=str)
+    if isinstance(value, (list, tuple)):
+        return [printable(item, names) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (float, complex, torch.dtype, torch.SymInt)):
+        return str(value).removeprefix("torch.")
+    return type(value).__name__
+
+
+def _describe_input(node: fx.Node, name: str) -> dict[str, Json]:
+    record, value = facts(node), node.meta.get("val")
+    tensor = isinstance(value, Tensor)
+    return {
+        "name": name,
+        "role": record.role.value,
+        "param": record.param,
+        "dtype": printable(value.dtype, {}) if tensor else None,
+        "shape": [n if isinstance(n, int) else str(n) for n in value.shape] if tensor else None,
+    }
+
+
+def _describe_pass(each: Ran) -> dict[str, Json]:
+    kind = type(each.ran)
+    return {
+        "name": each.ran.name,
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "options": printable(each.ran, {}),
+        "numerics": each.ran.numerics,
+        "mandatory": each.ran.mandatory,
+        "changed": each.changed,
+        "plan": printable(each.plan, each.names),
+    }
+
+
+def _describe_collective(program: Program, start: fx.Node) -> dict[str, Json]:
+    record = facts(start)
+    return {
+        "kind": "unshard" if ops.is_call(start, ops.UNSHARD_START) else "reduce",
+        "bucket": record.bucket,
+        "members": [
+            {"param": name, "full_bytes": program.params[name].full_bytes}
+            for name in record.members
+        ],
+        "layout": record.layout,
+        "wire_bytes": record.wire_bytes,
+        "by": record.origin,
+    }
+
+
+def _describe_buckets(
+    program: Program, starts: Sequence[fx.Node], passes: Sequence[Ran]
+) -> Iterator[dict[str, Json]]:
+    """Collectives of several members, with the reasons that the plans give."""
+    reasons = {
+        (bucket.name, tuple(name for start in bucket.starts for name in facts(start).members)): (
+            bucket.reason
+        )
+        for each in passes
+        for bucket in _buckets_in(each.plan)
+    }
+    for start in starts:
+        record = facts(start)
+        if len(record.members) < 2:
+            continue
+        yield {
+            "name": record.bucket,
+            "kind": "unshard" if ops.is_call(start, ops.UNSHARD_START) else "reduce",
+            "members": list(record.members),
+            "full_bytes": sum(program.params[name].full_bytes for name in record.members),
+            "wire_bytes": record.wire_bytes,
+            "reason": reasons.get((record.bucket, record.members), ""),
+        }
+
+
+def _buckets_in(plan: Any) -> Iterator[Bucket]:
+    if isinstance(plan, Bucket):
+        yield plan
+    elif isinstance(plan, (list, tuple)):
+        for each in plan:
+            yield from _buckets_in(each)
+    elif dataclasses.is_dataclass(plan) and not isinstance(plan, type):
+        for field in dataclasses.fields(plan):
+            yield from _buckets_in(getattr(plan, field.name))

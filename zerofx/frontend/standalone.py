@@ -1,0 +1,237 @@
+"""A program as one Python file that runs on its own: aten calls and plain `torch.distributed`."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.errors import UnsupportedError
+from zerofx.frontend import plain_ops
+from zerofx.ir import ops
+from zerofx.ir.facts import facts
+from zerofx.ir.program import Program
+from zerofx.ir.text import node_names
+from zerofx.ir.view import owned_source
+
+_HEAD = '''"""The {region} program of stage {stage}, as zerofx runs it.
+
+Written by zerofx, of which it needs nothing. Every rank runs it:
+
+    torchrun --nproc-per-node {ranks} program.py INPUTS OUTPUTS [SEED]
+
+INPUTS/rank0.pt, rank1.pt, … hold a list each, saved with `torch.save`, in this order:
+
+{inputs}
+
+A mesh is not read: None will do. What the program returns is saved in OUTPUTS in the same way.
+SEED is for torch's default generator, from which random numbers come.
+"""
+'''
+_LARGEST_CONSTANT = 256
+_VIEW = torch.ops.aten.view.default
+_NUM_ARGUMENTS: dict[Any, int] = {
+    ops.UNSHARD_START: 2,
+    ops.UNSHARD_WAIT: 3,
+    ops.REDUCE_START: 3,
+    ops.REDUCE_WAIT: 2,
+    ops.FREE: 2,
+    ops.KEEP: 3,
+    ops.SYNC_BUFFERS: 2,
+    ops.UNSHARD: 3,
+    ops.REDUCE_GRAD: 3,
+}
+_COMMUNICATION = (
+    plain_ops.unshard_start,
+    plain_ops.unshard_wait,
+    plain_ops.reduce_start,
+    plain_ops.reduce_wait,
+    plain_ops.free,
+    plain_ops.keep,
+    plain_ops.sync_buffers,
+)
+_OWN = re.escape(plain_ops.__name__.replace(".", "_") + "_")
+
+
+def standalone(program: Program) -> str:
+    """The text of the file.
+
+    Args:
+        program: in its final form, as it was traced on this rank.
+
+    Raises:
+        UnsupportedError: it holds a large constant, a subgraph of a higher-order operator, or
+            communication that has no counterpart; the node is named.
+    """
+    plain = _PlainGraph(program)
+    layouts = [spec.layout for spec in program.params.values()]
+    head = _HEAD.format(
+        region=program.region.value,
+        stage=program.stage,
+        ranks=max((each.num_shards * each.num_replicas for each in layouts), default=1),
+        inputs="\n".join(f"    {place:3}  {name}" for place, name in enumerate(plain.inputs)),
+    )
+    communication = inspect.getsource(plain_ops).partition('"""\n\n')[2]
+    code = plain.made.python_code("constants", verbose=True)
+    known = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
+    imports = ["import torch._inductor.inductor_prims\n"] if ".inductor_" in code.src else []
+    imports += [
+        f"from {thing.__module__} import {thing.__qualname__} as {name}\n"
+        for name, thing in sorted(code.globals.items())
+        if name not in known and not re.match(_OWN, name)
+    ]
+    return "".join(
+        [
+            f"{head}\n{communication}\n\n",
+            *imports,
+            'device, inf, nan = torch.device, float("inf"), float("nan")\n',
+            f"CONSTANTS = SimpleNamespace({', '.join(plain.constants)})\n\n\n",
+            *_body(code.src, plain.modules),
+            '\n\nif __name__ == "__main__":\n    run(program, CONSTANTS)\n',
+        ]
+    )
+
+
+class _PlainGraph:
+    """The graph with printed names, and functions of `plain_ops` in the place of zerofx nodes.
+
+    Attributes:
+        made: the graph.
+        inputs: printed names of its inputs.
+        constants: each as an assignment.
+        modules: path of the module that each value comes from, by name.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.made = fx.Graph()
+        self.inputs: list[str] = []
+        self.constants: list[str] = []
+        self.modules: dict[str, str] = {}
+        self._program = program
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._layouts: dict[Any, fx.Node] = {}
+        names = node_names(program)
+        for node in program.graph.nodes:
+            if node.op != "output":
+                self._copy(node, names[node])
+        self.made.output(self._mapped(tuple(program.outputs)))
+
+    def _copy(self, node: fx.Node, printed: str) -> None:
+        name = re.sub(r"\W", "_", printed.replace("%", "v"))
+        target, args, kwargs = cast(Any, node.target), node.args, node.kwargs
+        if node.op == "call_function" and target in _NUM_ARGUMENTS:
+            target, args = self._communication(node)
+            kwargs = {}
+        elif node.op in ("placeholder", "get_attr"):
+            target = name
+        elif target is _VIEW and owned_source(node) is not None:
+            # Other ranks may own fewer rows than this one.
+            target, args = torch.ops.aten.alias.default, args[:1]
+        copy = self.made.create_node(
+            node.op, target, self._mapped(args), self._mapped(kwargs), name
+        )
+        self._copies[node] = copy
+        if target not in _COMMUNICATION:
+            self.modules[copy.name] = facts(node).module
+        self._annotate(copy, node)
+        if node.op == "placeholder":
+            copy.target = copy.name
+            self.inputs.append(printed)
+        elif node.op == "get_attr":
+            copy.target = copy.name
+            self.constants.append(f"{copy.name}={self._constant(node)}")
+
+    def _annotate(self, copy: fx.Node, node: fx.Node) -> None:
+        """Let the code say dtype and shape, as on rank 0."""
+        value, source = node.meta.get("val"), owned_source(node)
+        if not isinstance(value, Tensor) or ops.is_call(node, ops.UNSHARD_START, ops.REDUCE_START):
+            return
+        spec = self._program.spec(source) if source is not None else None
+        copy.meta["val"] = value if spec is None else value.new_empty(spec.shard_shape(0))
+
+    def _communication(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        args, target = node.args, cast(Any, node.target)
+        if _NUM_ARGUMENTS[target] != len(args):
+            raise UnsupportedError(
+                f"{target} has no counterpart in plain torch.distributed",
+                "read the text of the program instead",
+                [node.name],
+            )
+        if target is ops.UNSHARD:
+            return plain_ops.unshard, (*args[:2], self._layout(args[2]))
+        if target is ops.REDUCE_GRAD:
+            return plain_ops.reduce_grad, (args[0], self._layout(args[2]))
+        if target is ops.UNSHARD_START:
+            sizes = [wait.args[2] for wait in ops.waits_of(node)]
+            return plain_ops.unshard_start, (args[0], sizes, self._layout(args[1]))
+        if target is ops.REDUCE_START:
+            return plain_ops.reduce_start, (args[0], self._layout(args[2]))
+        if target in (ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
+            start = ops.started_by(node)
+            member = ops.members(start).index(cast(fx.Node, args[1]))
+            waits = plain_ops.unshard_wait, plain_ops.reduce_wait
+            return waits[target is ops.REDUCE_WAIT], (start, member)
+        if target is ops.SYNC_BUFFERS:
+            return plain_ops.sync_buffers, (args[0],)
+        return plain_ops.keep if target is ops.KEEP else plain_ops.free, (args[0],)
+
+    def _layout(self, handle: Any) -> fx.Node:
+        if handle not in self._layouts:
+            layouts = (spec.layout for spec in self._program.params.values())
+            layout = next(each for each in layouts if each.handle == handle)
+            name = layout.name.replace(".", "_")
+            args = (layout.num_shards, layout.num_replicas)
+            self._layouts[handle] = self.made.create_node(
+                "call_function", plain_ops.layout, args, {}, name
+            )
+        return self._layouts[handle]
+
+    def _constant(self, node: fx.Node) -> str:
+        value = operator.attrgetter(str(node.target))(self._program.module)
+        if not isinstance(value, Tensor) or value.numel() > _LARGEST_CONSTANT:
+            kind = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else "a subgraph"
+            raise UnsupportedError(
+                f"constant {node.target} is {kind}, which one file cannot hold",
+                "read the text of the program instead",
+                [node.name],
+            )
+        return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device={str(value.device)!r})"
+
+    def _mapped(self, args: Any) -> Any:
+        """Arguments of the new graph; nodes that were made for it stay."""
+        return fx.map_arg(args, lambda node: self._copies.get(node, node))
+
+
+def _body(source: str, modules: dict[str, str]) -> Iterator[str]:
+    """The function, with a comment wherever the next lines belong to another module."""
+    module = ""
+    for line in re.sub(_OWN, "", source).splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        if line.startswith("def "):
+            # Annotations are strings, which may hold commas.
+            inputs = re.findall(r'\w+(?:: "[^"]*")?', line.partition("(self")[2])
+            yield "def program(\n    constants,\n" + "".join(f"    {each},\n" for each in inputs)
+            yield "):\n"
+            continue
+        name = re.match(r"\s*(\w+)", line)
+        place = modules.get(name.group(1), "") if name is not None else ""
+        if place and place != module:
+            module = place
+            yield f"    # {module}\n"
+        yield _without_result(line) + "\n"
+
+
+def _without_result(line: str) -> str:
+    """`free` and its like return nothing."""
+    call = re.match(r"(\s+)(\w+) = ((?:free|keep|sync_buffers)\(.*?\))(.*)", line)
+    if call is None:
+        return line
+    indent, name, text, rest = call.groups()
+    rest = rest.replace(f"{name} = ", "")
+    return indent + text + ("" if rest == ";  None" else rest)
