@@ -116,6 +116,11 @@ class Repack:
 KernelSpec = Pack | Unpack | Repack
 
 
+def num_blocks(spec: KernelSpec) -> int:
+    """Blocks of each parcel; a kernel has nothing to do if there are none."""
+    return spec.num_blocks if isinstance(spec, Repack) else spec.parcels.num_blocks
+
+
 def operand_bytes(spec: KernelSpec) -> int:
     """Bytes that a kernel reads and writes, each once."""
     operands = (*spec.inputs, *spec.outputs)
