@@ -132,9 +132,9 @@ def _joined(codec: Codec, parts: Sequence[str]) -> Lines:
 
 _UNIFORM = '''@triton.jit
 def uniform(position, seed):
-    """Numbers in [0, 1) with 24 bits, from the seed and the position alone."""
+    """Numbers in (0, 1) with 23 random bits, from the seed and the position alone."""
     bits = scrambled(position.to(tl.uint32) ^ scrambled(seed.to(tl.uint32)))
-    return (bits >> 8).to(tl.float32) * 5.960464477539063e-08
+    return ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
 '''

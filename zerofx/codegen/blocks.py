@@ -62,7 +62,7 @@ def encode(parts: Parts, codec: Codec, noise: Parts | None = None) -> tuple[list
     Args:
         parts: fp32 `[..., block / k]` for each of k parts.
         codec: how to write them.
-        noise: fp32 in [0, 1), as large as the blocks, in as many parts as `codec` stores; only for
+        noise: fp32 in (0, 1), as large as the blocks, in as many parts as `codec` stores; only for
             stochastic rounding.
 
     Returns:
@@ -110,7 +110,7 @@ def mean(codes: Tensor, params: Parts, codec: Codec) -> list[Tensor]:
 
 
 def noise(seed: Tensor, start: Tensor, num_blocks: int, block: int, num_parts: int) -> list[Tensor]:
-    """Uniform numbers in [0, 1) that depend on the seed and on each element's position only.
+    """Uniform numbers in (0, 1) that depend on the seed and on each element's position only.
 
     Args:
         seed: int32, no dimensions.
@@ -120,7 +120,7 @@ def noise(seed: Tensor, start: Tensor, num_blocks: int, block: int, num_parts: i
         num_parts: 1, or 2 for halves of blocks.
 
     Returns:
-        fp32 `[n, num_blocks, block / num_parts]` for each part, with 24 random bits.
+        fp32 `[n, num_blocks, block / num_parts]` for each part, with 23 random bits.
     """
     width = block // num_parts
     key = _hash(seed)
@@ -128,7 +128,8 @@ def noise(seed: Tensor, start: Tensor, num_blocks: int, block: int, num_parts: i
     row = torch.arange(num_blocks, **like)[:, None] * block
     position = start[:, None, None] + row + torch.arange(width, **like)
     hashes = [_hash((position + part * width) ^ key) for part in range(num_parts)]
-    return [((bits >> 8) & 0xFFFFFF).float() * 2.0**-24 for bits in hashes]
+    # Never 0: a sum with it is never subnormal, which CUDA's `floor` takes for 0.
+    return [(((bits >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23 for bits in hashes]
 
 
 def _hash(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ registers, and every byte is read once and written once.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 
 from zerofx.codegen import arithmetic
@@ -164,12 +165,11 @@ class _Emitter:
         """Blocks of the tensor that this tile belongs to."""
 
         def one(stretch: Stretch) -> Lines:
-            lines, mask = self._element(stretch)
+            lines, place, mask = self._element(stretch)
             for number, part in enumerate(self.parts):
-                inside = _shifted("inside", number * self.width)
-                where = f", mask={inside} < {mask}, other=0.0" if mask else ""
-                load = f"tl.load({self._chunk_of(stretch)} + {inside}{where})"
-                lines += [f"{part} = {load}.to(tl.float32)"]
+                shift = number * self.width
+                where = f", mask={_shifted('inside', shift)} < {mask}, other=0.0" if mask else ""
+                lines += [f"{part} = tl.load({_shifted(place, shift)}{where}).to(tl.float32)"]
             return [*self._block_of(stretch), *lines]
 
         return self._choose(one)
@@ -186,13 +186,13 @@ class _Emitter:
 
     def _store(self) -> Lines:
         def one(stretch: Stretch) -> Lines:
-            lines, mask = self._element(stretch)
+            lines, place, mask = self._element(stretch)
             dtype = str(stretch.member.dtype).removeprefix("torch.")
             for number, part in enumerate(self.parts):
-                inside = _shifted("inside", number * self.width)
-                where = f", mask={inside} < {mask}" if mask else ""
+                shift = number * self.width
+                where = f", mask={_shifted('inside', shift)} < {mask}" if mask else ""
                 value = part if dtype == "float32" else f"{part}.to(tl.{dtype})"
-                lines += [f"tl.store({self._chunk_of(stretch)} + {inside}, {value}{where})"]
+                lines += [f"tl.store({_shifted(place, shift)}, {value}{where})"]
             return lines
 
         return self._choose(one)
@@ -253,20 +253,18 @@ class _Emitter:
         end = stretch.first_block + stretch.num_blocks
         return [f"block = {code(block)}", f"used = block < {end}"]
 
-    def _element(self, stretch: Stretch) -> tuple[Lines, str]:
-        """Which elements of its chunk a tile has, and the name of their bound, if it needs one."""
+    def _element(self, stretch: Stretch) -> tuple[Lines, str, str]:
+        """Which elements of its chunk a tile has; names of their addresses and of their bound."""
         member, block = stretch.member, self.codec.block
         inside = self._row(stretch.first_tile) * block + self.scope["columns"]
-        lines = [f"inside = {code(inside)}"]
+        start = _shifted(stretch.name, self.scope["chunk"] * member.chunk)
+        place = f"place_{stretch.name}"
+        lines = [f"inside = {code(inside)}", f"{place} = {start} + inside"]
         if member.numel < member.chunk * self.tiling.num_parcels:
             left = code(member.numel - self.scope["chunk"] * member.chunk)
-            return [*lines, f"limit = tl.minimum({left}, {member.chunk})"], "limit"
+            return [*lines, f"limit = tl.minimum({left}, {member.chunk})"], place, "limit"
         covered = stretch.num_tiles * self.tiling.rows * block
-        return lines, "" if covered == member.chunk else str(member.chunk)
-
-    def _chunk_of(self, stretch: Stretch) -> str:
-        """Where this program's chunk of a tensor begins."""
-        return _shifted(stretch.name, self.scope["chunk"] * stretch.member.chunk)
+        return lines, place, "" if covered == member.chunk else str(member.chunk)
 
     def _parcel(self, wire: str, size: int) -> str:
         """The parcel of this chunk; see `place`."""
@@ -286,7 +284,8 @@ class _Emitter:
 
 
 def _function(name: str, parameters: str, body: Lines, decorator: str = "@triton.jit") -> Lines:
-    return [decorator, f"def {name}({parameters}):", *_indented(body), "", ""]
+    opening = textwrap.wrap(f"def {name}({parameters}):", 100, subsequent_indent="    " * 2)
+    return [decorator, *opening, *_indented(body), "", ""]
 
 
 def _indented(lines: Lines) -> Lines:
