@@ -1,4 +1,4 @@
-"""Specs whose sources are golden and are compiled for GPUs: every family, codec and kind of tail."""
+"""Specs whose sources are golden and compiled for GPUs: every family, codec and kind of tail."""
 
 from __future__ import annotations
 

@@ -48,6 +48,13 @@ def num_steps(codec: Codec) -> int:
     return 2 ** (codec.bits - 1) - 1 if codec.symmetric else 2**codec.bits - 1
 
 
+def code_dtype(codec: Codec, *, written: bool) -> torch.dtype:
+    """What bytes of codes are seen as; Inductor vectorises no reinterpretation of single bytes."""
+    if codec.code == "fp8":
+        return torch.float8_e4m3fn if written else torch.uint8
+    return torch.int8 if codec.code == "int8" and codec.symmetric else torch.uint8
+
+
 def step(codec: Codec) -> float:
     """The fp32 number nearest below 1 / `num_steps` with which nothing decodes to more than it was.
 
@@ -66,8 +73,8 @@ def encode(parts: Parts, codec: Codec, noise: Parts | None = None) -> tuple[list
             stochastic rounding.
 
     Returns:
-        Bytes, uint8, in as many parts as the blocks come in (one for int4), and
-        fp32 scales `[...]`, followed by lows if asymmetric.
+        Codes of `code_dtype`, in as many parts as the blocks come in (one for int4), and fp32
+        scales `[...]`, followed by lows if asymmetric.
     """
     low = None if codec.symmetric else _least(parts)
     if low is None:
@@ -84,14 +91,14 @@ def encode(parts: Parts, codec: Codec, noise: Parts | None = None) -> tuple[list
         numbers.append(_round(scaled, codec, noise[number] if noise else None))
     # A negative zero would depend on the order in which zeros were compared.
     params = [scale] if low is None else [scale, torch.where(finite & (low != 0), low, 0.0)]
-    return _bytes(numbers, codec), params
+    return _codes(numbers, codec), params
 
 
 def decode(codes: Tensor, params: Parts, codec: Codec) -> list[Tensor]:
     """Blocks from their codes, in fp32: one part, or the two halves for int4.
 
     Args:
-        codes: uint8 `[..., block_bytes]`.
+        codes: of `code_dtype`, `[..., block_bytes]`.
         params: scales `[...]`, and lows if asymmetric.
         codec: how they were written.
     """
@@ -168,25 +175,29 @@ def _round(scaled: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
     return (scaled + noise).floor().clamp(least, num_steps(codec))
 
 
-def _bytes(numbers: Parts, codec: Codec) -> list[Tensor]:
-    if codec.code == "fp8":
-        return [number.to(torch.float8_e4m3fn).view(torch.uint8) for number in numbers]
+def _codes(numbers: Parts, codec: Codec) -> list[Tensor]:
     if codec.code == "int4":
         low, high = (number.to(torch.int32) & 15 for number in numbers)
         return [(low | (high << 4)).to(torch.uint8)]
-    if codec.symmetric:
-        return [number.to(torch.int8).view(torch.uint8) for number in numbers]
-    return [number.to(torch.uint8) for number in numbers]
+    return [number.to(code_dtype(codec, written=True)) for number in numbers]
 
 
 def _numbers(codes: Tensor, codec: Codec) -> list[Tensor]:
     """Codes as fp32 numbers, in parts."""
     if codec.code == "fp8":
-        return [codes.view(torch.float8_e4m3fn).float()]
+        return [_from_e4m3(codes.to(torch.int32))]
     if codec.code == "int8":
-        return [(codes.view(torch.int8) if codec.symmetric else codes).float()]
+        return [codes.float()]
     both = codes.to(torch.int32)
     if codec.symmetric:
         # Shifted to the top and back, the sign bit of four spreads over all bits.
         return [((both << 28) >> 28).float(), ((both << 24) >> 28).float()]
     return [(both & 15).float(), (both >> 4).float()]
+
+
+def _from_e4m3(code: Tensor) -> Tensor:
+    """The number that an fp8 code stands for; Inductor does not vectorise torch's conversion."""
+    size = code & 0x7F
+    normal = ((size << 20) + 0x3C000000).view(torch.float32)
+    value = torch.where(size < 8, size.float() * 2.0**-9, normal)
+    return torch.where(code < 0x80, value, -value)

@@ -24,7 +24,7 @@ def function_for(
 
     Operands, for c chunks of n blocks and s sources, in this order (lows if asymmetric):
 
-    * pack: values `[c, n, block]`; codes `uint8[c, n, block_bytes]`, scales and lows `f32[c, n]`;
+    * pack: values `[c, n, block]`; codes `[c, n, block_bytes]`, scales and lows `f32[c, n]`;
     * unpack: codes, scales, lows with s as first axis; values, in halves for int4;
     * repack: codes, scales, lows as for unpack; codes, scales, lows as for pack.
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerofx.codegen.blocks import TINY
+from zerofx.codegen.blocks import TINY, code_dtype
 from zerofx.codegen.functions import function_for
 from zerofx.codegen.operands import as_int32, check_operands
 from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, num_blocks
@@ -56,7 +56,7 @@ class Reference:
 
     def _pack(self, parcels: Parcels, tensors: Sequence[Tensor], wire: Tensor, seed: int) -> None:
         codec, size = parcels.codec, parcels.codec.block
-        codes, params = _sections(_by_node(wire, parcels), parcels.num_blocks, codec)
+        codes, params = _sections(_by_node(wire, parcels), parcels.num_blocks, codec, written=True)
         _fill_zeros(codes[..., :0, :], [param[..., parcels.num_blocks :] for param in params])
         for member, first, tensor in _placed(parcels, tensors):
             last = first + parcels.blocks_of(member)
@@ -73,7 +73,9 @@ class Reference:
 
     def _unpack(self, parcels: Parcels, wires: Tensor, tensors: Sequence[Tensor]) -> None:
         codec, size = parcels.codec, parcels.codec.block
-        codes, params = _sections(_by_node(wires, parcels), parcels.num_blocks, codec)
+        codes, params = _sections(
+            _by_node(wires, parcels), parcels.num_blocks, codec, written=False
+        )
         for member, first, tensor in _placed(parcels, tensors):
             for run in _runs(parcels, member):
                 rows = codes[:, run.node, run.locals], *(p[:, run.node, run.locals] for p in params)
@@ -87,8 +89,8 @@ class Reference:
                         values.copy_(whole[..., : values.shape[-1]])
 
     def _repack(self, spec: Repack, wires: Tensor, wire: Tensor, seed: int) -> None:
-        codes, params = _sections(wires, spec.num_blocks, spec.codec)
-        into, out = _sections(wire, spec.num_blocks, spec.out)
+        codes, params = _sections(wires, spec.num_blocks, spec.codec, written=False)
+        into, out = _sections(wire, spec.num_blocks, spec.out, written=True)
         _fill_zeros(into[:, :0], [param[:, spec.num_blocks :] for param in out])
         operands = [codes, *(param[..., : spec.num_blocks] for param in params)]
         operands += [into, *(param[:, : spec.num_blocks] for param in out)]
@@ -178,11 +180,15 @@ def _by_node(wire: Tensor, parcels: Parcels) -> Tensor:
     return wire.unflatten(-2, (parcels.num_local, parcels.num_nodes)).transpose(-3, -2)
 
 
-def _sections(wire: Tensor, num_blocks: int, codec: Codec) -> tuple[Tensor, list[Tensor]]:
+def _sections(
+    wire: Tensor, num_blocks: int, codec: Codec, *, written: bool
+) -> tuple[Tensor, list[Tensor]]:
     """Views of parcels: codes `[…, num_blocks, block_bytes]`, and parameters `[…, num_slots]`."""
     end = num_blocks * codec.block_bytes
     codes = wire[..., :end].unflatten(-1, (num_blocks, codec.block_bytes))
-    return codes, list(wire[..., end:].view(torch.float32).chunk(codec.num_params, -1))
+    return codes.view(code_dtype(codec, written=written)), list(
+        wire[..., end:].view(torch.float32).chunk(codec.num_params, -1)
+    )
 
 
 def _fill_zeros(codes: Tensor, params: Sequence[Tensor]) -> None:
