@@ -59,6 +59,10 @@ class VerificationError(ZeroFxError):
         super().__init__(f"[{rule}] {problem}", remedy, offenders)
 
 
+class KernelError(ZeroFxError):
+    """A kernel got operands that its spec does not describe, or cannot be made on this machine."""
+
+
 class DivergedError(ZeroFxError):
     """Ranks run different programs, or issue collectives in a different order."""
 

@@ -34,6 +34,7 @@ from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils.checkpoint import CheckpointPolicy
@@ -230,6 +231,31 @@ def compile_with_inductor(
     mode = detect_fake_mode(values)
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), inductor_config.patch(patches):
         return compile_fx_inner(module, values, is_backward=is_backward)
+
+
+def compile_for_sizes(
+    function: Callable[..., None], examples: Sequence[Tensor]
+) -> Callable[[list[Any]], Any]:
+    """Compile a function that writes some of its operands, once for operands of all sizes.
+
+    Dynamo and AOTAutograd take no operands that are views of one tensor in several dtypes.
+
+    Args:
+        function: its last operations are `copy_` to operands.
+        examples: like the operands, with sizes and strides that are equal only where they always
+            are, and 1 only where they always are.
+
+    Returns:
+        Takes a list, which it empties.
+    """
+
+    def returning(*operands: Tensor) -> tuple[()]:
+        function(*operands)
+        return ()
+
+    graph = make_fx(returning, select_decomp_table(), tracing_mode="symbolic")(*examples)
+    values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return compile_with_inductor(graph, values, False, {})
 
 
 def inductor_options_of_mode(mode: str | None) -> dict[str, Any]:

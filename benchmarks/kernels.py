@@ -1,0 +1,189 @@
+"""Time the kernels of ZeRO++ on this machine, or print how far their codes are from the numbers.
+
+    python -m benchmarks.kernels                   # one thread; CUDA too where there is a device
+    python -m benchmarks.kernels --mebibytes 256 --codecs int4 int8
+    python -m benchmarks.kernels --errors          # the table of docs/kernels.md
+
+GB/s are bytes that a kernel reads and writes, each once, over its time: the best of several calls.
+On CPUs kernels are the reference through Inductor, beside a copy of as many bytes; `saved` is the
+time that a link of `--gbit` needs less. On CUDA, emitted kernels stand beside a device copy and
+beside the reference through Inductor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from zerofx.codegen.build import TritonKernel
+from zerofx.codegen.reference import Reference
+from zerofx.ir.kernels import (
+    KernelSpec,
+    Pack,
+    Repack,
+    Unpack,
+    operand_bytes,
+    reduce_kernels,
+)
+from zerofx.ir.parcels import Codec, Member, Parcels
+from zerofx.ir.spec import Layout, ParamSpec
+from zerofx.sim.quantized import reduce_quantized
+
+_SOURCES = 4
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mebibytes", type=float, default=64, help="of fp32 numbers")
+    parser.add_argument("--codecs", nargs="+", default=["int8", "int4", "fp8"])
+    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--gbit", type=float, default=1.0, help="of the link")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--errors", action="store_true", help="print errors instead, as Markdown")
+    args = parser.parse_args(argv)
+    if args.errors:
+        print(error_table())
+        return
+    torch.set_num_threads(1)
+    codecs = [Codec(code, args.block) for code in args.codecs]
+    numel = int(args.mebibytes * 2**20 / 4) // (_SOURCES * args.block) * _SOURCES * args.block
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        Console().print(_speeds(torch.device(device), codecs, numel, args))
+
+
+def error_table() -> str:
+    """Relative L2 errors on Gaussian numbers, in per cent, as a Markdown table."""
+    lines = ["| codec | one pass | two hops, 4 nodes of 4 ranks |", "| --- | ---: | ---: |"]
+    for code in ("int8", "fp8", "int4"):
+        kinds = [Codec(code)]
+        if code != "fp8":
+            kinds += [Codec(code, block=64), Codec(code, block=2048), Codec(code, symmetric=False)]
+            kinds += [Codec(code, rounding="stochastic")]
+        for codec in kinds:
+            one, two = _one_pass(codec), _two_hops(codec)
+            lines.append(f"| `{codec.name}` | {100 * one:.2f} | {100 * two:.2f} |")
+    return "\n".join(lines)
+
+
+def _one_pass(codec: Codec) -> float:
+    x = _gaussian(1 << 20, 0)
+    parcels = Parcels((Member("x", x.numel(), x.numel(), x.dtype),), codec, 1)
+    wire, back = torch.empty(parcels.shape, dtype=torch.uint8), torch.empty_like(x)
+    Reference(Pack(parcels))([x], [wire])
+    Reference(Unpack(parcels))([wire[None]], [back])
+    return float((back - x).norm() / x.norm())
+
+
+def _two_hops(codec: Codec) -> float:
+    nodes, world, shape = 4, 16, torch.Size((1024, 64))
+    layout = Layout(0, world, 1, resident=False)
+    params = [ParamSpec("w", 0, shape, torch.float32, True, layout)]
+    grads = [[_gaussian(shape.numel(), rank)] for rank in range(world)]
+    chunks = reduce_quantized(reduce_kernels(params, codec, codec, nodes), grads)
+    mean = torch.stack([grad for (grad,) in grads]).mean(0)
+    return float((torch.cat([chunk for (chunk,) in chunks]) - mean).norm() / mean.norm())
+
+
+def _gaussian(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def _specs(codec: Codec, numel: int) -> dict[str, KernelSpec]:
+    """One kernel of each family for `numel` numbers; the repack averages as many as it can read."""
+    parcels = Parcels((Member("x", numel, numel // _SOURCES, torch.float32),), codec, _SOURCES)
+    blocks = numel // codec.block // _SOURCES
+    return {
+        "pack": Pack(parcels),
+        "unpack": Unpack(parcels),
+        "repack": Repack(blocks, 1, _SOURCES, codec, codec),
+    }
+
+
+def _speeds(
+    device: torch.device, codecs: Sequence[Codec], numel: int, args: argparse.Namespace
+) -> Table:
+    cuda = device.type == "cuda"
+    title = torch.cuda.get_device_name() if cuda else "one CPU thread"
+    columns = ["Triton", "of copy", "Inductor"] if cuda else ["Inductor", "of copy", "saved"]
+    table = Table(
+        "codec", "kernel", "ms", "copy", *columns, title=f"{title}, {numel * 4 >> 20} MiB"
+    )
+    folder = Path(tempfile.mkdtemp(prefix="zerofx-kernels-"))
+    for codec in codecs:
+        times: dict[str, float] = {}
+        for name, spec in _specs(codec, numel).items():
+            size = operand_bytes(spec)
+            reference = _seconds(Reference(spec, compiled=True), spec, device, args.repeats)
+            best = reference
+            if cuda:
+                best = _seconds(TritonKernel.build(spec, folder), spec, device, args.repeats)
+            copy = _copy_seconds(size, device, args.repeats)
+            times[name] = best
+            last = f"{size / reference / 1e9:.1f}" if cuda else ""
+            speeds = [f"{size / best / 1e9:.1f}", f"{copy / best:.0%}", last]
+            table.add_row(
+                codec.name, name, f"{best * 1e3:.2f}", f"{size / copy / 1e9:.1f}", *speeds
+            )
+        if not cuda:
+            spared = 4 * numel - _specs(codec, numel)["pack"].outputs[0][0][1] * _SOURCES
+            link = spared * 8 / args.gbit / 1e9
+            cost = times["pack"] + times["unpack"]
+            text = f"{link * 1e3:.0f} ms"
+            table.add_row("", "pack + unpack", f"{cost * 1e3:.2f}", "", "", "", text)
+    return table
+
+
+def _seconds(
+    kernel: Callable[[list[Tensor], list[Tensor]], None],
+    spec: KernelSpec,
+    device: torch.device,
+    repeats: int,
+) -> float:
+    inputs = [_filled(shape, dtype, device) for shape, dtype in spec.inputs]
+    outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs]
+    return _best(lambda: kernel(inputs, outputs), device, repeats)
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers, or bytes that decode to ordinary ones."""
+    if dtype is torch.uint8:
+        return torch.full(shape, 61, dtype=dtype, device=device)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def _copy_seconds(size: int, device: torch.device, repeats: int) -> float:
+    """A copy that reads and writes `size` bytes together."""
+    source = torch.ones(size // 8, device=device)
+    target = torch.empty_like(source)
+    return _best(lambda: target.copy_(source), device, repeats)
+
+
+def _best(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    run()
+    times: list[float] = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

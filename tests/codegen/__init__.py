@@ -1,0 +1,1 @@
+"""Kernels: what they mean, and that Triton source says the same."""

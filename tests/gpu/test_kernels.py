@@ -1,0 +1,39 @@
+"""Emitted kernels on a CUDA device write the bits that the reference writes on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.codegen.cases import CASES, SHAPES
+from tests.codegen.strategies import poisoned, values_for, wires_for
+from zerofx.codegen.build import TritonKernel
+from zerofx.codegen.kernels import kernel_for
+from zerofx.codegen.reference import Reference
+from zerofx.ir.kernels import Pack, operand_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+_ALL = {name: spec for name, spec in (CASES | SHAPES).items() if operand_bytes(spec) < 2**28}
+
+
+@pytest.mark.parametrize("name", _ALL)
+def test_cuda_writes_the_bits_of_the_reference(name: str, tmp_path: Path) -> None:
+    spec, device = _ALL[name], torch.device("cuda")
+    if isinstance(spec, Pack):
+        inputs = [values_for((m.numel,), m.dtype, 3) for m in spec.parcels.members]
+    else:
+        inputs = [wires_for(spec, 3)]
+    wanted = poisoned(spec)
+    Reference(spec)(inputs, wanted, 5)
+    outputs = [output.to(device) for output in poisoned(spec, 85)]
+    kernel = kernel_for(spec, device, tmp_path)
+    assert isinstance(kernel, TritonKernel)
+    kernel([each.to(device) for each in inputs], outputs, 5)
+    for got, want in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)

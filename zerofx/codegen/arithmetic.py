@@ -1,0 +1,164 @@
+"""The arithmetic of codes as Triton source: what `zerofx.codegen.blocks` does, bit by bit.
+
+Each function returns source lines. Blocks are rows; `x` is a tile of them, or `left` and `right`
+are tiles of their halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerofx.codegen.blocks import HASH, TINY, num_steps, step
+from zerofx.ir.parcels import Codec
+
+Lines = list[str]
+
+_ROUND = 1.5 * 2**23
+
+
+def names_of(num_parts: int) -> tuple[str, ...]:
+    """What the parts of blocks are called."""
+    return ("x",) if num_parts == 1 else ("left", "right")
+
+
+def encode(codec: Codec, parts: Sequence[str]) -> Lines:
+    """From `parts`, and `noise_…` if stochastic, to `code` (or `code_…`), `scale` and `low`."""
+    bits = [f"tl.abs({part}).to(tl.int32, bitcast=True)" for part in parts]
+    lines = [
+        "# As integers, magnitudes keep their order, and infinity and NaN exceed all others.",
+        *_reduced("top", "max", bits),
+        "finite = top < 0x7F800000",
+    ]
+    if codec.symmetric:
+        lines += ["reach = top.to(tl.float32, bitcast=True)"]
+    else:
+        lines += [*_reduced("low", "min", parts), *_reduced("high", "max", parts)]
+        lines += ["reach = high - low", 'finite = finite & (reach < float("inf"))']
+        lines += ["low = tl.where(finite & (low != 0.0), low, 0.0)"]
+    lines += [
+        f"scale = tl.maximum(reach * {step(codec)!r}, {TINY!r})",
+        'scale = tl.where(finite, scale, float("nan"))',
+        "inverse = tl.where(finite, tl.div_rn(1.0, scale), 0.0)",
+    ]
+    if codec.code != "fp8" and codec.rounding == "nearest":
+        lines += ["# Added to 1.5 · 2²³, a number leaves its nearest integer in the low bits."]
+    for part in parts:
+        above = part if codec.symmetric else f"({part} - low)"
+        lines += [f"{part} = tl.where(finite, {above} * inverse, 0.0)"]
+        lines += _rounded(codec, part)
+    return lines + _joined(codec, parts)
+
+
+def decode(codec: Codec, parts: Sequence[str]) -> Lines:
+    """From `code` (or `code_…`), `scale` and `low` to `parts` in fp32."""
+    lines: Lines = []
+    if codec.code == "int4":
+        lines += ["both = code.to(tl.int32)"]
+        shifted = (28, 24) if codec.symmetric else (0, 4)
+        for part, shift in zip(parts, shifted, strict=True):
+            number = f"(both << {shift}) >> 28" if codec.symmetric else f"(both >> {shift}) & 15"
+            lines += [f"{part} = ({number}).to(tl.float32) * scale"]
+    for part in parts if codec.code != "int4" else ():
+        byte = code_name(codec, part, parts)
+        if codec.code == "fp8":
+            lines += [f"{part} = from_e4m3({byte}.to(tl.int32)) * scale"]
+        elif codec.symmetric:
+            lines += [f"{part} = {byte}.to(tl.int8, bitcast=True).to(tl.float32) * scale"]
+        else:
+            lines += [f"{part} = {byte}.to(tl.float32) * scale"]
+    return lines + ([] if codec.symmetric else [f"{part} = {part} + low" for part in parts])
+
+
+def code_name(codec: Codec, part: str, parts: Sequence[str]) -> str:
+    """What holds the bytes of `part`."""
+    return "code" if len(parts) == 1 or codec.code == "int4" else f"code_{part}"
+
+
+def mean(num_sources: int, part: str) -> str:
+    """The line that divides a sum by the number of its terms, correctly rounded."""
+    if num_sources & (num_sources - 1) == 0:
+        return f"{part} = {part} * {1 / num_sources!r}"
+    return f"{part} = tl.div_rn({part}, {float(num_sources)!r})"
+
+
+def functions(codec: Codec | None, out: Codec | None) -> Lines:
+    """Definitions that `decode` with `codec` and `encode` with `out` rely on."""
+    lines: Lines = []
+    if out and out.rounding == "stochastic":
+        rounds = [
+            line
+            for shift, factor in HASH
+            for line in (f"    x ^= x >> {shift}", f"    x *= 0x{factor:08X}" if factor else "")
+            if line
+        ]
+        lines += ["@triton.jit", "def scrambled(x):"]
+        lines += ['    """A permutation of 32-bit integers that looks random ("lowbias32")."""']
+        lines += [*rounds, "    return x", "", ""]
+        lines += _UNIFORM.splitlines()
+    if out and out.code == "fp8":
+        lines += _TO_E4M3.splitlines()
+    if codec and codec.code == "fp8":
+        lines += _FROM_E4M3.splitlines()
+    return lines
+
+
+def _reduced(name: str, how: str, parts: Sequence[str]) -> Lines:
+    """`name`, the largest or smallest number of every row."""
+    each = [f"tl.{how}({part}, axis=1, keep_dims=True)" for part in parts]
+    if len(each) == 1:
+        return [f"{name} = {each[0]}"]
+    return [f"{name} = {each[0]}", f"{name} = tl.{how}imum({name}, {each[1]})"]
+
+
+def _rounded(codec: Codec, part: str) -> Lines:
+    """`part` becomes its code, in the low bits of an integer."""
+    if codec.code == "fp8":
+        return [f"{part} = to_e4m3({part})"]
+    if codec.rounding == "nearest":
+        return [f"{part} = ({part} + {_ROUND!r}).to(tl.int32, bitcast=True)"]
+    least = -num_steps(codec) if codec.symmetric else 0
+    return [
+        f"{part} = tl.floor({part} + noise_{part})",
+        f"{part} = tl.minimum(tl.maximum({part}, {least}.0), {num_steps(codec)}.0).to(tl.int32)",
+    ]
+
+
+def _joined(codec: Codec, parts: Sequence[str]) -> Lines:
+    if codec.code == "int4":
+        left, right = parts
+        return [f"code = (({left} & 15) | (({right} & 15) << 4)).to(tl.uint8)"]
+    return [f"{code_name(codec, part, parts)} = {part}.to(tl.uint8)" for part in parts]
+
+
+_UNIFORM = '''@triton.jit
+def uniform(position, seed):
+    """Numbers in (0, 1) with 23 random bits, from the seed and the position alone."""
+    bits = scrambled(position.to(tl.uint32) ^ scrambled(seed.to(tl.uint32)))
+    return ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+'''
+
+_TO_E4M3 = '''@triton.jit
+def to_e4m3(x):
+    """fp8 e4m3 of numbers up to 448, to the nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = (tl.abs(x) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 15
+    return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+
+
+'''
+
+_FROM_E4M3 = '''@triton.jit
+def from_e4m3(code):
+    """The number that an fp8 e4m3 code stands for."""
+    size = code & 0x7F
+    normal = (size << 20) + 0x3C000000
+    small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    bits = tl.where(size < 8, small, normal) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+'''

@@ -1,0 +1,296 @@
+"""From a `KernelSpec` to the source of a Triton kernel for exactly that bucket.
+
+The file is complete: it needs Triton and nothing of zerofx, every size in it is a number, and a
+person can read it. Each program handles a tile of blocks of one tensor; absolute maxima stay in
+registers, and every byte is read once and written once.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+
+from zerofx.codegen import arithmetic
+from zerofx.codegen.arithmetic import Lines, code_name, names_of
+from zerofx.codegen.blocks import TINY
+from zerofx.codegen.expressions import Expr, Scope, code
+from zerofx.codegen.header import header
+from zerofx.codegen.tiles import Stretch, Tiling, codecs_of, tiling_of
+from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack
+from zerofx.ir.parcels import Codec, place
+
+
+def kernel_name(spec: KernelSpec) -> str:
+    """Name of the function to launch: `pack`, `unpack` or `repack`."""
+    return type(spec).__name__.lower()
+
+
+def takes_seed(spec: KernelSpec) -> bool:
+    """Whether the function's last parameter is a seed."""
+    return not isinstance(spec, Unpack) and codecs_of(spec)[1].rounding == "stochastic"
+
+
+def emit(spec: KernelSpec) -> str:
+    """The source file: the same text for equal specs.
+
+    Its function takes pointers to inputs and outputs, in the order of the spec, and the seed if
+    codes are rounded stochastically.
+    """
+    return "\n".join(_Emitter(spec).lines()).rstrip() + "\n"
+
+
+class _Emitter:
+    """Writes the parts of one file."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self.tiling: Tiling = tiling_of(spec)
+        self.codec, self.out = codecs_of(spec)
+        self.parts = names_of(self.tiling.num_parts)
+        self.width = self.codec.block // self.tiling.num_parts
+        self.num_sources = 1 if isinstance(spec, Pack) else spec.num_sources
+        self.scope = Scope(
+            program=self.tiling.num_programs,
+            chunk=self.tiling.num_parcels,
+            tile=self.tiling.num_tiles,
+            rows=self.tiling.rows,
+            columns=self.width,
+        )
+
+    def lines(self) -> Lines:
+        reads, writes = not isinstance(self.spec, Pack), not isinstance(self.spec, Unpack)
+        lines = [
+            *header(self.spec, self.tiling),
+            "",
+            "import triton",
+            "import triton.language as tl",
+        ]
+        lines += [
+            "",
+            "",
+            *arithmetic.functions(self.codec if reads else None, self.out if writes else None),
+        ]
+        lines += self._read_blocks() if reads else []
+        lines += self._mean_blocks() if self.num_sources > 1 else []
+        lines += self._write_blocks() if writes else []
+        return lines + self._kernel()
+
+    def _read_blocks(self) -> Lines:
+        codec, parts = self.codec, self.parts
+        body = ['"""Decoded blocks of a parcel."""']
+        for part in parts if codec.code != "int4" else parts[:1]:
+            name = code_name(codec, part, parts)
+            at = self._code_offset(codec, part)
+            body += [f"{name} = tl.load(parcel + {at}, mask=used, other=0)"]
+        body += [f"params = {self._params(codec)}"]
+        body += ["scale = tl.load(params, mask=used, other=0.0)"]
+        if not codec.symmetric:
+            slots = codec.num_slots(self.tiling.num_blocks)
+            body += [f"low = tl.load(params + {slots}, mask=used, other=0.0)"]
+        body += [*arithmetic.decode(codec, parts), f"return {', '.join(parts)}"]
+        return _function("read_blocks", "parcel, block, columns, used", body)
+
+    def _mean_blocks(self) -> Lines:
+        """The sum over the sources in their order, divided at the end."""
+        names = ", ".join(self.parts)
+        stride = self.spec.inputs[0][0][1] * self.spec.inputs[0][0][2]
+        # A short loop is unrolled, so that its loads are under way together.
+        counter = "tl.static_range" if self.num_sources <= 8 else "range"
+        source = "tl.cast(source, tl.int64)" if self.tiling.wide else "source"
+        more = ", ".join(f"more_{part}" for part in self.parts)
+        body = [
+            f'"""Mean over the parcels of {self.num_sources} sources, added in their order."""',
+            f"{names} = read_blocks(parcel, block, columns, used)",
+            f"for source in {counter}(1, {self.num_sources}):",
+            f"    {more} = read_blocks(parcel + {source} * {stride}, block, columns, used)",
+            *(f"    {part} += more_{part}" for part in self.parts),
+            *(arithmetic.mean(self.num_sources, part) for part in self.parts),
+            f"return {names}",
+        ]
+        return _function("mean_blocks", "parcel, block, columns, used", body)
+
+    def _write_blocks(self) -> Lines:
+        codec, parts = self.out, self.parts
+        names = list(parts)
+        if codec.rounding == "stochastic":
+            names += [f"noise_{part}" for part in parts]
+        body = ['"""Encode blocks into a parcel."""', *arithmetic.encode(codec, parts)]
+        for part in parts if codec.code != "int4" else parts[:1]:
+            name, at = code_name(codec, part, parts), self._code_offset(codec, part)
+            body += [f"tl.store(parcel + {at}, {name}, mask=used)"]
+        body += [f"params = {self._params(codec)}", "tl.store(params, scale, mask=used)"]
+        if not codec.symmetric:
+            slots = codec.num_slots(self.tiling.num_blocks)
+            body += [f"tl.store(params + {slots}, low, mask=used)"]
+        return _function("write_blocks", f"parcel, block, columns, used, {', '.join(names)}", body)
+
+    def _code_offset(self, codec: Codec, part: str) -> str:
+        shift = f" + {self.width}" if part == "right" and codec.code != "int4" else ""
+        return f"block * {codec.block_bytes} + columns{shift}"
+
+    def _params(self, codec: Codec) -> str:
+        end = self.tiling.num_blocks * codec.block_bytes
+        return f"(parcel + {end}).to(tl.pointer_type(tl.float32)) + block"
+
+    def _kernel(self) -> Lines:
+        spec, seeded = self.spec, takes_seed(self.spec)
+        tensors = (
+            []
+            if isinstance(spec, Repack)
+            else [f"t{number}" for number in range(len(spec.parcels.members))]
+        )
+        wires = {"Pack": ["wire"], "Unpack": ["wires"], "Repack": ["wires", "wire"]}
+        own = wires[type(spec).__name__]
+        operands = [*own, *tensors] if isinstance(spec, Unpack) else [*tensors, *own]
+        operands += ["seed"] if seeded else []
+        decorator = '@triton.jit(do_not_specialize=["seed"])' if seeded else "@triton.jit"
+        body = self._position()
+        body += self._load() if isinstance(spec, Pack) else self._read()
+        body += self._store() if isinstance(spec, Unpack) else self._write()
+        return _function(kernel_name(spec), ", ".join(operands), body, decorator)
+
+    def _position(self) -> Lines:
+        """Where this program is."""
+        s, t = self.scope, self.tiling
+        wide = ".to(tl.int64)" if t.wide else ""
+        lines = [f"program = tl.program_id(0){wide}"]
+        if t.num_parcels > 1:
+            lines += [f"chunk = {code(s.div(s['program'], t.num_tiles))}"]
+        if t.num_tiles > 1:
+            lines += [f"tile = {code(s.mod(s['program'], t.num_tiles))}"]
+        lines += [f"rows = tl.arange(0, {t.rows})[:, None]"]
+        return [*lines, f"columns = tl.arange(0, {self.width})[None, :]"]
+
+    def _load(self) -> Lines:
+        """Blocks of the tensor that this tile belongs to."""
+
+        def one(stretch: Stretch) -> Lines:
+            lines, place, mask = self._element(stretch)
+            for number, part in enumerate(self.parts):
+                shift = number * self.width
+                where = f", mask={_shifted('inside', shift)} < {mask}, other=0.0" if mask else ""
+                lines += [f"{part} = tl.load({_shifted(place, shift)}{where}).to(tl.float32)"]
+            return [*self._block_of(stretch), *lines]
+
+        return self._choose(one)
+
+    def _read(self) -> Lines:
+        """Blocks of the parcel, or their mean."""
+        if self.tiling.stretches:
+            lines = self._choose(self._block_of)
+        else:
+            lines = [f"block = {code(self._row())}", f"used = block < {self.tiling.num_blocks}"]
+        how = "mean_blocks" if self.num_sources > 1 else "read_blocks"
+        lines += [f"parcel = {self._parcel('wires', self.spec.inputs[0][0][2])}"]
+        return [*lines, f"{', '.join(self.parts)} = {how}(parcel, block, columns, used)"]
+
+    def _store(self) -> Lines:
+        def one(stretch: Stretch) -> Lines:
+            lines, place, mask = self._element(stretch)
+            dtype = str(stretch.member.dtype).removeprefix("torch.")
+            for number, part in enumerate(self.parts):
+                shift = number * self.width
+                where = f", mask={_shifted('inside', shift)} < {mask}" if mask else ""
+                value = part if dtype == "float32" else f"{part}.to(tl.{dtype})"
+                lines += [f"tl.store({_shifted(place, shift)}, {value}{where})"]
+            return lines
+
+        return self._choose(one)
+
+    def _write(self) -> Lines:
+        size, t = self.spec.outputs[0][0][1], self.tiling
+        lines, given = list[str](), list(self.parts)
+        if takes_seed(self.spec):
+            inside = f"block * {self.out.block} + columns"
+            begin = self.scope["chunk"] * t.num_blocks * self.out.block
+            lines += [f"position = {_shifted(inside, begin)}"]
+            for number, part in enumerate(self.parts):
+                at = _shifted("position", number * self.width)
+                lines += [f"noise_{part} = uniform({at}, seed)"]
+            given += [f"noise_{part}" for part in self.parts]
+        lines += [f"parcel = {self._parcel('wire', size)}"]
+        lines += [f"write_blocks(parcel, block, columns, used, {', '.join(given)})"]
+        return lines + self._empty_slots()
+
+    def _empty_slots(self) -> Lines:
+        """The last tile writes the slots beyond the last block, so that no byte stays unwritten."""
+        num_blocks, num_slots = self.tiling.num_blocks, self.out.num_slots(self.tiling.num_blocks)
+        if num_slots == num_blocks:
+            return []
+        end = num_blocks * self.out.block_bytes
+        lines = [
+            "# Slots beyond the last block, as of a block of zeros.",
+            f"slot = {num_blocks} + tl.arange(0, 4)",
+            f"params = (parcel + {end}).to(tl.pointer_type(tl.float32)) + slot",
+            f"tl.store(params, tl.full([4], {TINY!r}, tl.float32), mask=slot < {num_slots})",
+        ]
+        if not self.out.symmetric:
+            zeros = "tl.zeros([4], tl.float32)"
+            lines += [f"tl.store(params + {num_slots}, {zeros}, mask=slot < {num_slots})"]
+        if self.tiling.num_tiles == 1:
+            return lines
+        return [f"if tile == {self.tiling.num_tiles - 1}:", *_indented(lines)]
+
+    def _choose(self, write: Callable[[Stretch], Lines]) -> Lines:
+        """What `write` makes for each tensor, behind the test for its tiles."""
+        stretches, lines = self.tiling.stretches, list[str]()
+        for number, stretch in enumerate(stretches):
+            comment = f"# {stretch.member.name}"
+            if len(stretches) == 1:
+                return [comment, *write(stretch)]
+            end = stretch.first_tile + stretch.num_tiles
+            last = number == len(stretches) - 1
+            test = "else:" if last else f"{'elif' if number else 'if'} tile < {end}:"
+            lines += [f"{test}  {comment}", *_indented(write(stretch))]
+        return lines
+
+    def _row(self, first_tile: int = 0) -> Expr:
+        """A tile's blocks, counted from `first_tile`."""
+        return (self.scope["tile"] - first_tile) * self.tiling.rows + self.scope["rows"]
+
+    def _block_of(self, stretch: Stretch) -> Lines:
+        block = self._row(stretch.first_tile) + stretch.first_block
+        end = stretch.first_block + stretch.num_blocks
+        return [f"block = {code(block)}", f"used = block < {end}"]
+
+    def _element(self, stretch: Stretch) -> tuple[Lines, str, str]:
+        """Which elements of its chunk a tile has; names of their addresses and of their bound."""
+        member, block = stretch.member, self.codec.block
+        inside = self._row(stretch.first_tile) * block + self.scope["columns"]
+        start = _shifted(stretch.name, self.scope["chunk"] * member.chunk)
+        place = f"place_{stretch.name}"
+        lines = [f"inside = {code(inside)}", f"{place} = {start} + inside"]
+        if member.numel < member.chunk * self.tiling.num_parcels:
+            left = code(member.numel - self.scope["chunk"] * member.chunk)
+            return [*lines, f"limit = tl.minimum({left}, {member.chunk})"], place, "limit"
+        covered = stretch.num_tiles * self.tiling.rows * block
+        return lines, place, "" if covered == member.chunk else str(member.chunk)
+
+    def _parcel(self, wire: str, size: int) -> str:
+        """The parcel of this chunk; see `place`."""
+        s, row = self.scope, self.scope["chunk"]
+        if not isinstance(self.spec, Repack):
+            num_local, num_nodes = self.spec.parcels.num_local, self.spec.parcels.num_nodes
+            row = s.mod(row, num_local) * num_nodes + s.div(row, num_local)
+            assert self._placed_alike(row)
+        return _shifted(wire, row * size)
+
+    def _placed_alike(self, row: Expr) -> bool:
+        """Whether the expression `row` is `place`."""
+        assert not isinstance(self.spec, Repack)
+        parcels, symbol = self.spec.parcels, self.scope["chunk"]
+        found = [int(row.subs(symbol, p)) if row else 0 for p in range(parcels.num)]
+        return found == [place(p, parcels.num_local, parcels.num_nodes) for p in range(parcels.num)]
+
+
+def _function(name: str, parameters: str, body: Lines, decorator: str = "@triton.jit") -> Lines:
+    opening = textwrap.wrap(f"def {name}({parameters}):", 100, subsequent_indent="    " * 2)
+    return [decorator, *opening, *_indented(body), "", ""]
+
+
+def _indented(lines: Lines) -> Lines:
+    return [f"    {line}" for line in lines]
+
+
+def _shifted(name: str, shift: Expr) -> str:
+    return name if shift == 0 else f"{name} + {code(shift)}"

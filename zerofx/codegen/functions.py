@@ -1,0 +1,153 @@
+"""The three functions of blocks that a reference is made of, op by op or compiled by Inductor."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from zerofx.codegen import blocks
+from zerofx.ir.parcels import Codec
+from zerofx.torch_private import compile_for_sizes
+
+Function = Callable[..., None]
+
+
+def function_for(
+    kind: str, codec: Codec, out: Codec, operands: Sequence[Tensor], compiled: bool
+) -> Function:
+    """`pack`, `unpack` or `repack` for operands of these kinds; it writes the last of them.
+
+    Operands, for c chunks of n blocks and s sources, in this order (lows if asymmetric):
+
+    * pack: values `[c, n, block]`; codes `[c, n, block_bytes]`, scales and lows `f32[c, n]`;
+    * unpack: codes, scales, lows with s as first axis; values, in halves for int4;
+    * repack: codes, scales, lows as for unpack; codes, scales, lows as for pack.
+
+    Stochastic rounding takes two more: the position of each chunk's first element `int32[c]`, and
+    the seed `int32`.
+    """
+    if not compiled:
+        return _MAKERS[kind](codec, out)
+    axes = _axes(kind, codec, out)[: len(operands)]
+    kinds = tuple(_Kind.of(*pair) for pair in zip(operands, axes, strict=True))
+    return _compiled(kind, codec, out, kinds, operands[0].device)
+
+
+def _axes(kind: str, codec: Codec, out: Codec) -> list[str]:
+    """The axes of each operand: s sources, c chunks, n blocks, b within a block."""
+    read = ["scnb"] + ["scn"] * codec.num_params
+    written = ["cnb"] + ["cn"] * out.num_params
+    if kind == "unpack":
+        return [*read, "cnb", "cnb"]
+    return [*(["cnb"] if kind == "pack" else read), *written, "c", ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What operands have in common that one compilation serves.
+
+    Attributes:
+        axes: see `_axes`.
+        sizes: 0 where they may vary: blocks, and chunks unless there is only one.
+        strides: 0 where they may vary: from source to source and from chunk to chunk.
+        dtype: of the elements.
+    """
+
+    axes: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(operand: Tensor, axes: str) -> _Kind:
+        sizes = [0 if a in "cn" and s > 1 else s for s, a in zip(operand.shape, axes, strict=True)]
+        strides = [
+            0 if axis in "sc" or size == 1 else stride
+            for stride, axis, size in zip(operand.stride(), axes, sizes, strict=True)
+        ]
+        return _Kind(axes, tuple(sizes), tuple(strides), operand.dtype)
+
+
+@cache
+def _compiled(
+    kind: str, codec: Codec, out: Codec, kinds: tuple[_Kind, ...], device: torch.device
+) -> Function:
+    """Compiled for operands of these kinds, by an example in which all that may vary differs."""
+    sources = kinds[0].sizes[0] if kind != "pack" else 0
+    primes = [prime for prime in (5, 7, 11) if prime != sources]
+    varying, far = dict(zip("cn", primes, strict=False)), itertools.count(10_007, 2)
+    examples = [
+        torch.empty_strided(
+            [size or varying[axis] for size, axis in zip(each.sizes, each.axes, strict=True)],
+            [stride or next(far) for stride in each.strides],
+            dtype=each.dtype,
+            device=device,
+        )
+        for each in kinds
+    ]
+    run = compile_for_sizes(_MAKERS[kind](codec, out), examples)
+    return lambda *operands: run(list(operands))
+
+
+def _pack(codec: Codec, out: Codec) -> Function:
+    num_written = 1 + codec.num_params
+
+    def pack(*operands: Tensor) -> None:
+        values, written, counters = operands[0], operands[1:][:num_written], operands[1:]
+        assert values.shape[-1] == codec.block
+        noise = _noise(counters[num_written:], values.shape[1], codec, 1)
+        _write(blocks.encode([values.float()], codec, noise), written)
+
+    return pack
+
+
+def _unpack(codec: Codec, out: Codec) -> Function:
+    num_read = 1 + codec.num_params
+
+    def unpack(*operands: Tensor) -> None:
+        codes, *params = operands[:num_read]
+        assert codes.shape[-1] == codec.block_bytes
+        for part, value in zip(operands[num_read:], blocks.mean(codes, params, codec), strict=True):
+            part.copy_(value)
+
+    return unpack
+
+
+def _repack(codec: Codec, out: Codec) -> Function:
+    num_read, num_written = 1 + codec.num_params, 1 + out.num_params
+
+    def repack(*operands: Tensor) -> None:
+        codes, *params = operands[:num_read]
+        written, counters = operands[num_read:][:num_written], operands[num_read:][num_written:]
+        assert codes.shape[-1] == codec.block_bytes
+        parts = blocks.mean(codes, params, codec)
+        noise = _noise(counters, codes.shape[2], out, len(parts))
+        _write(blocks.encode(parts, out, noise), written)
+
+    return repack
+
+
+_MAKERS = {"pack": _pack, "unpack": _unpack, "repack": _repack}
+
+
+def _noise(
+    counters: Sequence[Tensor], num_blocks: int, codec: Codec, num_parts: int
+) -> list[Tensor] | None:
+    if not counters:
+        return None
+    start, seed = counters
+    halves = max(num_parts, 2 if codec.code == "int4" else 1)
+    return blocks.noise(seed, start, num_blocks, codec.block, halves)
+
+
+def _write(encoded: tuple[Sequence[Tensor], Sequence[Tensor]], written: Sequence[Tensor]) -> None:
+    codes, params = encoded
+    assert written[0].shape[-1] == sum(code.shape[-1] for code in codes)
+    into = written[0].chunk(len(codes), -1) if len(codes) > 1 else written[:1]
+    for part, value in zip((*into, *written[1:]), (*codes, *params), strict=True):
+        part.copy_(value)

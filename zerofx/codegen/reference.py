@@ -1,0 +1,199 @@
+"""Every kernel in plain torch: what a `KernelSpec` means, and what CPU ranks run.
+
+A spec is cut into rectangles of whole blocks, and the short ends of tensors; each goes through one
+of three functions. These may be compiled by Inductor: one compilation serves all sizes, so a model
+needs a handful of them, however many buckets it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zerofx.codegen.blocks import TINY, code_dtype
+from zerofx.codegen.functions import function_for
+from zerofx.codegen.operands import as_int32, check_operands
+from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, num_blocks
+from zerofx.ir.parcels import Codec, Member, Parcels
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A kernel in plain torch, on any device.
+
+    Attributes:
+        spec: what it does.
+        compiled: through Inductor, which vectorises it; otherwise op by op, with the same result.
+    """
+
+    spec: KernelSpec
+    compiled: bool = False
+
+    def __call__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], seed: int = 0) -> None:
+        """Read `inputs` and write every byte of `outputs`; the spec says their shapes.
+
+        Args:
+            inputs: contiguous.
+            outputs: contiguous; they share no memory with the inputs.
+            seed: for stochastic rounding; ranks and steps should differ in it.
+
+        Raises:
+            KernelError: an operand is not what the spec says.
+        """
+        check_operands(self.spec, inputs, outputs)
+        if num_blocks(self.spec) == 0:
+            return
+        if isinstance(self.spec, Pack):
+            self._pack(self.spec.parcels, inputs, outputs[0], seed)
+        elif isinstance(self.spec, Unpack):
+            self._unpack(self.spec.parcels, inputs[0], outputs)
+        else:
+            self._repack(self.spec, inputs[0], outputs[0], seed)
+
+    def _pack(self, parcels: Parcels, tensors: Sequence[Tensor], wire: Tensor, seed: int) -> None:
+        codec, size = parcels.codec, parcels.codec.block
+        codes, params = _sections(_by_node(wire, parcels), parcels.num_blocks, codec, written=True)
+        _fill_zeros(codes[..., :0, :], [param[..., parcels.num_blocks :] for param in params])
+        for member, first, tensor in _placed(parcels, tensors):
+            last = first + parcels.blocks_of(member)
+            for run in _runs(parcels, member):
+                rows = codes[run.node, run.locals], *(p[run.node, run.locals] for p in params)
+                for values, block in run.pieces(tensor, size, padded=True):
+                    into = [row[:, first + block :][:, : values.shape[1]] for row in rows]
+                    starts = [
+                        (chunk * parcels.num_blocks + first + block) * size for chunk in run.chunks
+                    ]
+                    self._run("pack", codec, codec, [values, *into], seed, starts)
+                unused = [row[:, first + -(-run.count // size) : last] for row in rows]
+                _fill_zeros(unused[0], unused[1:])
+
+    def _unpack(self, parcels: Parcels, wires: Tensor, tensors: Sequence[Tensor]) -> None:
+        codec, size = parcels.codec, parcels.codec.block
+        codes, params = _sections(
+            _by_node(wires, parcels), parcels.num_blocks, codec, written=False
+        )
+        for member, first, tensor in _placed(parcels, tensors):
+            for run in _runs(parcels, member):
+                rows = codes[:, run.node, run.locals], *(p[:, run.node, run.locals] for p in params)
+                for values, block in run.pieces(tensor, size, padded=False):
+                    short = values.shape[-1] < size
+                    whole = values.new_empty(len(run.chunks), 1, size) if short else values
+                    read = [row[:, :, first + block :][:, :, : whole.shape[1]] for row in rows]
+                    halves = whole.chunk(2, -1) if codec.code == "int4" else [whole]
+                    self._run("unpack", codec, codec, [*read, *halves])
+                    if short:
+                        values.copy_(whole[..., : values.shape[-1]])
+
+    def _repack(self, spec: Repack, wires: Tensor, wire: Tensor, seed: int) -> None:
+        codes, params = _sections(wires, spec.num_blocks, spec.codec, written=False)
+        into, out = _sections(wire, spec.num_blocks, spec.out, written=True)
+        _fill_zeros(into[:, :0], [param[:, spec.num_blocks :] for param in out])
+        operands = [codes, *(param[..., : spec.num_blocks] for param in params)]
+        operands += [into, *(param[:, : spec.num_blocks] for param in out)]
+        starts = [parcel * spec.num_blocks * spec.out.block for parcel in range(spec.num)]
+        self._run("repack", spec.codec, spec.out, operands, seed, starts)
+
+    def _run(
+        self,
+        kind: str,
+        codec: Codec,
+        out: Codec,
+        operands: list[Tensor],
+        seed: int = 0,
+        starts: Sequence[int] = (),
+    ) -> None:
+        """One function on one rectangle; `starts` are the positions of its rows' first elements."""
+        if not operands[0].numel():
+            return
+        if kind != "unpack" and out.rounding == "stochastic":
+            counters = [torch.tensor([as_int32(start) for start in starts], dtype=torch.int32)]
+            counters.append(torch.tensor(as_int32(seed), dtype=torch.int32))
+            operands = [*operands, *(counter.to(operands[0].device) for counter in counters)]
+        # The last block of a tensor, and tensors of one block, are not worth a compilation.
+        compiled = self.compiled and operands[0].shape[-2] > 1
+        function_for(kind, codec, out, operands, compiled)(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Neighbouring chunks of one tensor, for one node, that are equally long.
+
+    Attributes:
+        node: which.
+        chunks: their numbers.
+        locals: the places of their ranks in the node.
+        start: the tensor's element at which they begin.
+        count: elements of each.
+    """
+
+    node: int
+    chunks: range
+    locals: slice
+    start: int
+    count: int
+
+    def pieces(self, tensor: Tensor, block: int, *, padded: bool) -> Iterator[tuple[Tensor, int]]:
+        """Whole blocks `[chunks, blocks, block]`, then the last short one, each with its place.
+
+        Args:
+            tensor: the member, flat.
+            block: block size.
+            padded: copy the short one and fill it up with zeros; otherwise it is a view.
+        """
+        rows = tensor[self.start :][: len(self.chunks) * self.count].view(
+            len(self.chunks), self.count
+        )
+        num_blocks, rest = divmod(self.count, block)
+        if num_blocks:
+            yield rows[:, : num_blocks * block].unflatten(1, (num_blocks, block)), 0
+        if rest:
+            end = rows[:, None, num_blocks * block :]
+            yield F.pad(end, (0, block - rest)) if padded else end, num_blocks
+
+
+def _runs(parcels: Parcels, member: Member) -> Iterator[_Run]:
+    """All chunks of a member: on each node the full ones, at most one short one, the empty ones."""
+    for node in range(parcels.num_nodes):
+        begin, end = node * parcels.num_local, (node + 1) * parcels.num_local
+        whole = member.numel // member.chunk if member.chunk else 0
+        full = min(max(whole, begin), end)
+        short = min(full + 1, end) if member.count(full) else full
+        for low, high in ((begin, full), (full, short), (short, end)):
+            if low < high:
+                local = slice(low - begin, high - begin)
+                yield _Run(node, range(low, high), local, low * member.chunk, member.count(low))
+
+
+def _placed(parcels: Parcels, tensors: Sequence[Tensor]) -> Iterator[tuple[Member, int, Tensor]]:
+    """Members with elements, their first blocks and their tensors."""
+    for member, first, tensor in zip(parcels.members, parcels.first_blocks, tensors, strict=True):
+        if member.chunk:
+            yield member, first, tensor
+
+
+def _by_node(wire: Tensor, parcels: Parcels) -> Tensor:
+    """`[…, num, bytes]` as `[…, num_nodes, num_local, bytes]`, chunks in their natural order."""
+    return wire.unflatten(-2, (parcels.num_local, parcels.num_nodes)).transpose(-3, -2)
+
+
+def _sections(
+    wire: Tensor, num_blocks: int, codec: Codec, *, written: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Views of parcels: codes `[…, num_blocks, block_bytes]`, and parameters `[…, num_slots]`."""
+    end = num_blocks * codec.block_bytes
+    codes = wire[..., :end].unflatten(-1, (num_blocks, codec.block_bytes))
+    return codes.view(code_dtype(codec, written=written)), list(
+        wire[..., end:].view(torch.float32).chunk(codec.num_params, -1)
+    )
+
+
+def _fill_zeros(codes: Tensor, params: Sequence[Tensor]) -> None:
+    """Blocks of zeros, as `encode` writes them."""
+    codes.zero_()
+    params[0].fill_(TINY)
+    for low in params[1:]:
+        low.zero_()
