@@ -19,6 +19,7 @@ from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
+from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import shard_model
 from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
 
@@ -87,7 +88,9 @@ def _shard_and_compile(
     refuse_running_wrappers()
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
     if plain:
-        shard_model(find_root(plain), config)
+        root = find_root(plain)
+        refuse_meta(root)
+        shard_model(root, config)
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)

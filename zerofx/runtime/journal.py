@@ -89,6 +89,16 @@ class Journal:
             _diff(first.splitlines(), theirs.splitlines(), 0, peer),
         )
 
+    def from_rank_zero(self, text: str) -> str:
+        """What rank 0 passes; every rank must ask."""
+        if self._num_ranks == 1:
+            return text
+        self._plans += 1
+        key = f"{self._key}/told{self._plans}"
+        if self._rank == 0:
+            self._store.set(key, text)
+        return self._store.get(key).decode()
+
     def check_step(self) -> None:
         """Publish this step's checksum and compare the next rank's of the step before.
 
