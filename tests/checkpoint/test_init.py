@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofx
 from benchmarks.meters import peak_bytes
@@ -17,7 +18,6 @@ from tests.checkpoint.runs import Everything, Run, bitwise, full, sharded_by
 from tests.contract.loops import refused
 from tests.models import Mlp
 from tests.ranks import run_ranks
-from tests.transformers_zoo import Gpt
 from zerofx.errors import DivergedError, UnsupportedError
 
 
@@ -56,7 +56,9 @@ class Custom(nn.Module):
 
 
 def _llama() -> nn.Module:
-    return Gpt()
+    sizes = {"hidden_size": 20, "intermediate_size": 37, "vocab_size": 61}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))  # pyright: ignore[reportArgumentType]
 
 
 def _initialised(build: Callable[[], nn.Module], stage: int) -> None:

@@ -24,27 +24,26 @@ from zerofx import checkpoint
 STAGES = (0, 1, 2, 3)
 
 
-def _pairs(folder: Path) -> None:
-    for saved in STAGES:
-        path = folder / f"zero{saved}"
-        run = Run(saved)
-        run.train(range(3))
-        checkpoint.save(path, run.step, run.optimizer, {"step": 3})
-        at_save = run.state()
-        losses = run.train(range(3, 6))
-        for stage in STAGES:
-            # Loaded before the first forward at even stages, and after it at odd ones.
-            again = Run(stage, seed=1)
-            if stage % 2:
-                again.train([7])
-            assert checkpoint.load(path, again.step, again.optimizer) == {"step": 3}
-            bitwise(again.state(), at_save)
-            assert again.train(range(3, 6)) == losses, (saved, stage)
-            bitwise(again.state(), run.state())
+def _pairs(path: Path, saved: int) -> None:
+    run = Run(saved)
+    run.train(range(3))
+    checkpoint.save(path, run.step, run.optimizer, {"step": 3})
+    at_save = run.state()
+    losses = run.train(range(3, 6))
+    for stage in STAGES:
+        # Loaded before the first forward at even stages, and after it at odd ones.
+        again = Run(stage, seed=1)
+        if stage % 2:
+            again.train([7])
+        assert checkpoint.load(path, again.step, again.optimizer) == {"step": 3}
+        bitwise(again.state(), at_save)
+        assert again.train(range(3, 6)) == losses, (saved, stage)
+        bitwise(again.state(), run.state())
 
 
-def test_every_stage_loads_every_other(tmp_path: Path) -> None:
-    run_ranks(2, _pairs, tmp_path, timeout=240)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_loads_every_other(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _pairs, tmp_path / "saved", stage, timeout=200)
 
 
 def _write(folder: Path, stage: int) -> dict[str, torch.Tensor]:
@@ -68,9 +67,9 @@ def _read(folder: Path, stage: int, shard_first: bool) -> dict[str, torch.Tensor
 def test_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     for stage in (1, 3):
         folder = tmp_path / f"{stage}"
-        wanted = run_ranks(before, _write, folder, stage)[0]
+        wanted = run_ranks(before, _write, folder, stage, timeout=120)[0]
         for shard_first in (True, False):
-            for got in run_ranks(after, _read, folder, 4 - stage, shard_first):
+            for got in run_ranks(after, _read, folder, 4 - stage, shard_first, timeout=120):
                 bitwise(got, wanted)
 
 
@@ -90,7 +89,7 @@ def _asynchronous(folder: Path, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_during_an_async_save(tmp_path: Path, stage: int) -> None:
-    run_ranks(2, _asynchronous, tmp_path, stage)
+    run_ranks(2, _asynchronous, tmp_path, stage, timeout=120)
 
 
 def _untouched(folder: Path) -> None:
@@ -112,7 +111,7 @@ def _untouched(folder: Path) -> None:
 
 
 def test_a_save_before_the_first_step(tmp_path: Path) -> None:
-    run_ranks(2, _untouched, tmp_path)
+    run_ranks(2, _untouched, tmp_path, timeout=120)
 
 
 def _gradients(folder: Path) -> None:
