@@ -71,10 +71,15 @@ class Run:
             self.optimizer.zero_grad()
         return losses
 
+    @staticmethod
+    def values(model: nn.Module) -> dict[str, Tensor]:
+        """Full values of parameters and buffers, by name."""
+        return {name: full(value) for name, value in model.state_dict().items()}
+
     def state(self) -> dict[str, Tensor]:
         """Full values of everything that a checkpoint holds, by name."""
         names = {id(param): name for name, param in self.model.named_parameters()}
-        found = {name: full(value) for name, value in self.model.state_dict().items()}
+        found = self.values(self.model)
         for param, entries in self.optimizer.state.items():
             for key, value in entries.items():
                 found[f"{names[id(param)]}.{key}"] = full(value)

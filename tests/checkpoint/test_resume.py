@@ -73,6 +73,32 @@ def test_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> Non
                 bitwise(got, wanted)
 
 
+def _hybrid(folder: Path) -> dict[str, torch.Tensor]:
+    """Two replicas of two shards each; initialised without memory."""
+    torch.manual_seed(0)
+    with zerofx.meta_init():
+        model = Everything()
+    options = {"replicate": 2}
+    zerofx.shard(model, sharded_by(3, **options))
+    run = Run(3, build=lambda: model, **options)
+    wanted = {name: value.clone() for name, value in run.state().items()}
+    run.train(range(2))
+    checkpoint.save(folder, run.model, run.optimizer)
+    checkpoint.export_safetensors(run.model, folder / "weights")
+    other = Everything()
+    zerofx.load_safetensors(other, folder / "weights", sharded_by(3, **options))
+    bitwise(Run.values(other), Run.values(run.model))
+    torch.manual_seed(0)
+    bitwise(wanted, Run.values(Everything()))
+    return run.state()
+
+
+def test_hybrid_sharding(tmp_path: Path) -> None:
+    wanted = run_ranks(4, _hybrid, tmp_path / "a", timeout=120)[0]
+    for got in run_ranks(2, _read, tmp_path / "a", 3, True, timeout=120):
+        bitwise(got, wanted)
+
+
 def _asynchronous(folder: Path, stage: int) -> None:
     run = Run(stage)
     run.train(range(2))

@@ -73,10 +73,12 @@ class Saving:
         Raises:
             CheckpointError: a rank could not write.
         """
-        _explained(self._path, self._future.result)
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        try:
+            _explained(self._path, self._future.result)
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
 
 
 def async_save(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.session import Session
-from zerofx.sharding.replay import replay, unset, window
+from zerofx.sharding.replay import replay, window
 from zerofx.sharding.rows import own_rows
 from zerofx.sharding.tape import Ref, Tape, recording, tape_of
 
@@ -153,12 +153,11 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refuse_unset(missing: list[tuple[str, Tensor]], tape: Tape) -> None:
-    empty = set(unset(tape))
-    known = {key for step in tape.steps for key in step.storages}
+    written = tape.written()
     lost = [
         f"{name} ({'parameter' if isinstance(value, nn.Parameter) else 'buffer'})"
         for name, value in missing
-        if (key := tape.ref(value).storage) in empty or key not in known
+        if tape.ref(value).storage not in written
     ]
     if lost:
         raise UnsupportedError("nothing says which values these have", _REMEDY, lost)

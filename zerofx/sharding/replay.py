@@ -7,7 +7,7 @@ exists whole from the first operation that matters to it until the last.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,10 +136,3 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def unset(tape: Tape) -> Iterator[int]:
-    """Storages that were allocated and never given values."""
-    given = {key for step in tape.steps if step.gives_values for key in step.storages}
-    every = {key for step in tape.steps for key in step.storages}
-    yield from every - given

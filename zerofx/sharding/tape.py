@@ -113,6 +113,10 @@ class Tape:
         stride, offset = value.stride(), int(value.storage_offset())
         return Ref(key, storage.nbytes(), value.dtype, value.shape, stride, offset)
 
+    def written(self) -> set[int]:
+        """Storages that are given values, and not only allocated."""
+        return {key for step in self.steps if step.gives_values for key in step.storages}
+
 
 def tape_of(value: Tensor) -> Tape | None:
     """The recording of a tensor without memory."""
