@@ -23,6 +23,8 @@ OWNERS = {
     "_cdata": "torch.UntypedStorage",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_op_type": "torch.distributed.Work",
+    "_schema": "torch.ops.aten.add.Tensor",
+    "_spec": "torch.distributed.tensor.DTensor",
     "_orig_mod": "torch._dynamo.eval_frame.OptimizedModule",
 }
 

@@ -4,7 +4,7 @@ Most programs import nothing of this package: the backends `zero0` to `zero3` ar
 Authors of passes find the vocabulary in `zerofx.passes`.
 """
 
-from zerofx.api import no_sync, refresh, shard, unshard
+from zerofx.api import load_safetensors, meta_init, no_sync, refresh, shard, unshard
 from zerofx.config import ZeroConfig
 from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
@@ -17,6 +17,8 @@ __all__ = [
     "ZeroFxError",
     "after",
     "before",
+    "load_safetensors",
+    "meta_init",
     "no_sync",
     "refresh",
     "register_pass",

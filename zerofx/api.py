@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
 import torch
@@ -16,12 +17,16 @@ from zerofx.errors import ShardingError
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
-from zerofx.runtime.params import local_tensor
+from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.session import Session
-from zerofx.sharding.assignments import drop_unowned
+from zerofx.sharding.materialise import meta_init
 from zerofx.sharding.rows import cut
-from zerofx.sharding.shard import session_of, shard_model
+from zerofx.sharding.shard import MakeValues, session_of, shard_model
+from zerofx.sharding.weights import Weights
 from zerofx.torch_private import unwrap_compiled
+
+__all__ = ["load_safetensors", "meta_init", "no_sync", "refresh", "shard", "unshard"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -33,7 +38,9 @@ def shard(model: Model, config: ZeroConfig | None = None) -> Model:
     when only parts of a model are compiled, or none. Every rank must call it.
 
     Args:
-        model: plain `nn.Module`; its parameters become `DTensor`s.
+        model: plain `nn.Module`; its parameters become `DTensor`s. What is on the meta device is
+            initialised shard by shard (see `meta_init`), or comes from rank 0 if that rank has
+            values.
         config: stage and options; stage 3 by default.
 
     Returns:
@@ -42,8 +49,42 @@ def shard(model: Model, config: ZeroConfig | None = None) -> Model:
     Raises:
         ZeroFxError: the model, an optimizer or the process group is refused; the message names it.
     """
-    config = with_registered(config or ZeroConfig())
-    shard_model(unwrap_compiled(model), config, fingerprint(pipeline(config, 0)))
+    _shard(unwrap_compiled(model), config)
+    return model
+
+
+def load_safetensors(
+    model: Model,
+    path: str | os.PathLike[str],
+    config: ZeroConfig | None = None,
+    *,
+    strict: bool = True,
+) -> Model:
+    """Read weights into `model`; each rank reads its rows only. Every rank must call it.
+
+    Args:
+        model: sharded, or not yet: then it is sharded first. On the meta device, its parameters
+            never exist whole.
+        path: a safetensors file, or a folder with one or with several and their index, as
+            transformers writes them. Values are converted to the parameters' dtypes.
+        config: for a model that is not sharded yet; stage 3 by default.
+        strict: refuse names that only the model or only the files have. Without it what the files
+            lack keeps its value, or is initialised as `shard` would.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: files, names or shapes do not fit; the message lists them.
+        ShardingError: `config` is given for a model that is sharded with another one.
+    """
+    plain = unwrap_compiled(model)
+    with Weights(path) as weights:
+        weights.check(plain, strict)
+        session = session_of(plain)
+        if session is None or config is not None:
+            session = _shard(plain, config, make_values=weights.make_values)
+        weights.fill(plain, session)
     return model
 
 
@@ -67,32 +108,36 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unshard(model: nn.Module, *, writeback: bool = True) -> Iterator[dict[str, Tensor]]:
-    """Full values of all parameters, by name; every rank must enter and leave.
+def unshard(
+    what: nn.Module | Iterable[nn.Parameter], *, writeback: bool = True
+) -> Iterator[dict[str, Tensor]]:
+    """Full values of parameters, by name; every rank must enter and leave.
 
-    Holds the whole model in memory on every rank while it is open.
+    Holds all of them in memory on every rank while it is open.
 
     Args:
-        model: a sharded model.
+        what: a sharded model, a module inside one, or parameters of one.
         writeback: whether edits of the values are written to the shards at the end; each rank
             writes its own part, so edit alike on all ranks.
 
+    Yields:
+        Values by the names of `what.named_parameters()`; for parameters, by their names in the
+        model.
+
     Raises:
-        ShardingError: the model is not sharded.
+        ShardingError: the model, or a parameter, is not sharded.
     """
-    session = _session(model)
-    drop_unowned(session)
+    states = _states_of(what)
     with torch.no_grad():
         values = {
-            state.spec.name: cast(DTensor, state.param.detach()).full_tensor().clone()
-            for state in session.states
+            name: cast(DTensor, state.param.detach()).full_tensor().clone()
+            for name, state in states.items()
         }
     yield values
     if writeback:
         with torch.no_grad():
-            for state in session.states:
-                mine = local_tensor(cut(values[state.spec.name], state))
-                state.shard.copy_(mine)
+            for name, state in states.items():
+                state.shard.copy_(local_tensor(cut(values[name], state)))
                 state.dirty = True
 
 
@@ -107,6 +152,28 @@ def refresh(model: nn.Module) -> None:
     """
     for state in _session(model).states:
         state.dirty = True
+
+
+def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState]:
+    known = {id(state.param): state for session in live_sessions() for state in session.states}
+    if isinstance(what, nn.Module):
+        _session(what)
+        named = unwrap_compiled(what).named_parameters()
+        return {name: known[id(param)] for name, param in named if id(param) in known}
+    params = list(what)
+    plain = [str(tuple(param.shape)) for param in params if id(param) not in known]
+    if plain:
+        raise ShardingError(
+            "parameters that are not sharded have no shards to gather",
+            "pass parameters of a sharded model, as model.parameters() gives them now",
+            [f"a parameter of shape {shape}" for shape in plain],
+        )
+    return {known[id(param)].spec.name: known[id(param)] for param in params}
+
+
+def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:
+    config = with_registered(config or ZeroConfig())
+    return shard_model(model, config, fingerprint(pipeline(config, 0)), **how)
 
 
 def _session(model: nn.Module) -> Session:

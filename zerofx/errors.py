@@ -45,6 +45,10 @@ class StaleHandleError(ZeroFxError):
     """A parameter object from before sharding is used after it."""
 
 
+class CheckpointError(ZeroFxError):
+    """A checkpoint is missing, damaged, does not fit, or could not be written."""
+
+
 class PassError(ZeroFxError):
     """A pass refused its input."""
 

@@ -34,10 +34,15 @@ from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd."""
 
 
 def all_gather_flat(out: Tensor, chunk: Tensor, group: dist.ProcessGroup) -> Any:
@@ -118,6 +123,11 @@ def inside_transform() -> bool:
 def unwrap_compiled(module: nn.Module) -> nn.Module:
     """The user's module behind the wrapper that `torch.compile` returns."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def with_local(value: DTensor, local: Tensor) -> DTensor:
+    """`value` with another local tensor, which stays on its device; `from_local` would move it."""
+    return DTensor(local, value._spec, requires_grad=False)
 
 
 class _RestartAfterSharding(TensorifyScalarRestartAnalysis):
@@ -313,3 +323,13 @@ def num_references(storage: torch.UntypedStorage) -> int:
 def shares_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, fake ones too, use the same storage object."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def storage_key(value: Tensor) -> int:
+    """Names a tensor's storage, also one without memory, while it lives."""
+    return value.untyped_storage()._cdata
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an operation writes to an argument."""
+    return op._schema.is_mutable

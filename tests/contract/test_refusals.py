@@ -74,7 +74,7 @@ def test_parameters_that_are_not_real_and_dense() -> None:
 def _places() -> None:
     with torch.device("meta"):
         nowhere = Net()
-    with refused("first.weight", "meta device", "to_empty", kind=UnsupportedError):
+    with refused("first.weight", "meta device", "zerofx.shard", kind=UnsupportedError):
         compiled(nowhere, 3)(*(value.to("meta") for value in data(0)))
     nowhere.to_empty(device="cpu")
     with torch.no_grad():

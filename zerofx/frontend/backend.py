@@ -22,6 +22,7 @@ from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
+from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import shard_model
 from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
 
@@ -90,7 +91,9 @@ def _shard_and_compile(
     refuse_running_wrappers()
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
     if plain:
-        shard_model(find_root(plain), config, fingerprint(pipeline(config, 0)))
+        root = find_root(plain)
+        refuse_meta(root)
+        shard_model(root, config, fingerprint(pipeline(config, 0)))
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)

@@ -43,7 +43,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             refuse_optimizers([optimizer])
     for session in live_sessions():
         session.refuse_pending(params)
-    if dist.get_world_size() > 1:
+    # With learning rates of zero torch makes optimizer state before a checkpoint is loaded.
+    applies = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
+    if dist.get_world_size() > 1 and applies:
         _refuse_unreduced(params)
 
 

@@ -74,14 +74,6 @@ class Journal:
             self._checksum = zlib.crc32(entry.encode(), self._checksum)
             return self._checksum & 0x7FFFFFFF
 
-    def agree(self, name: str, value: str) -> str:
-        """Rank 0's `value`; the other ranks wait for it."""
-        if self._num_ranks == 1:
-            return value
-        if self._rank == 0:
-            self._store.set(f"{self._key}/{name}", value)
-        return self._store.get(f"{self._key}/{name}").decode()
-
     def compare_plans(self, plan: str) -> None:
         """Publish `plan` and compare it with rank 0's; blocks until all ranks publish theirs.
 
@@ -106,6 +98,16 @@ class Journal:
             "build the same model, in the same order and with the same options, on every rank",
             _diff(first.splitlines(), theirs.splitlines(), 0, peer),
         )
+
+    def from_rank_zero(self, text: str) -> str:
+        """What rank 0 passes; every rank must ask."""
+        if self._num_ranks == 1:
+            return text
+        self._plans += 1
+        key = f"{self._key}/told{self._plans}"
+        if self._rank == 0:
+            self._store.set(key, text)
+        return self._store.get(key).decode()
 
     def check_step(self) -> None:
         """Publish this step's checksum and compare the next rank's of the step before.

@@ -46,10 +46,10 @@ def agree_on_network(
         ConfigError: rank 0's table cannot be read.
     """
     local = config.ranks_per_node or os.environ.get("LOCAL_WORLD_SIZE") or mesh.size()
-    ranks_per_node = int(journal.agree("ranks_per_node", str(local)))
+    ranks_per_node = int(journal.from_rank_zero(str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
     path = table_path(topology_of(comm, device))
-    text = journal.agree("comm", path.read_text() if path.exists() else "")
+    text = journal.from_rank_zero(path.read_text() if path.exists() else "")
     if not text:
         return Network(ranks_per_node)
     try:

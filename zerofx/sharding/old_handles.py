@@ -109,7 +109,7 @@ def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None
         _, state = replaced[id(old)]
         entries = optimizer.state.pop(old)
         optimizer.state[state.param] = {
-            key: cut(value, state) if _lies_like(value, state) else value
+            key: cut(value, state) if _lies_like(key, value, state) else value
             for key, value in entries.items()
         }
 
@@ -158,5 +158,6 @@ def _new(item: Any, replaced: Replaced) -> Any:
     return item if entry is None else entry[1].param
 
 
-def _lies_like(value: Any, state: ParamState) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == state.spec.shape
+def _lies_like(key: str, value: Any, state: ParamState) -> bool:
+    # The count of steps is a 0-d tensor, whatever the parameter is.
+    return isinstance(value, Tensor) and value.shape == state.spec.shape and key != "step"

@@ -43,7 +43,6 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     rules: list[tuple[Callable[[nn.Parameter], bool], str, str]] = [
         (_is_lazy, "are not initialised", "run one forward of the lazy modules before compiling"),
         (_is_dtensor, "are DTensors already", "pass the plain model; zerofx shards it itself"),
-        (_is_meta, "are on the meta device", "give them values first: model.to_empty(device=…)"),
         (_is_sparse, "are sparse", "convert them with .to_dense()"),
         (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
     ]
@@ -51,7 +50,7 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         offenders = [f"{name} ({_kind(param)})" for name, param in listed if applies(param)]
         if offenders:
             raise UnsupportedError(f"parameters {problem}", remedy, offenders)
-    devices = {str(param.device) for _, param in listed}
+    devices = {str(param.device) for _, param in listed if not param.is_meta}
     if len(devices) > 1:
         raise UnsupportedError(
             f"parameters are on several devices: {', '.join(sorted(devices))}",
@@ -72,16 +71,28 @@ def _is_dtensor(param: nn.Parameter) -> bool:
     return isinstance(param, DTensor)
 
 
-def _is_meta(param: nn.Parameter) -> bool:
-    return param.is_meta
-
-
 def _is_sparse(param: nn.Parameter) -> bool:
     return param.layout != torch.strided
 
 
 def _is_other_dtype(param: nn.Parameter) -> bool:
     return param.dtype not in _FLOATS
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Refuse to shard in the middle of a forward over parameters that have no memory.
+
+    Raises:
+        UnsupportedError: names them.
+    """
+    lost = [name for name, param in model.named_parameters() if param.is_meta]
+    if lost:
+        raise UnsupportedError(
+            "a forward runs while parameters are on the meta device",
+            "call zerofx.shard(model, config) or zerofx.load_safetensors(model, path, config) "
+            "before the first forward, and give the forward real inputs",
+            lost,
+        )
 
 
 def refuse_past_recompile_limit(name: str) -> None:

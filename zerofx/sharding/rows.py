@@ -24,6 +24,14 @@ def own_rows(full: Tensor, domain: Domain) -> Tensor:
     """The rows of `full` that this rank owns: a view; all of them without sharding."""
     if not domain.layout.sharded:
         return full.detach()
-    chunk = -(-full.shape[0] // domain.layout.num_shards)
-    start = min(domain.shard_rank * chunk, full.shape[0])
-    return full.detach()[start : start + chunk]
+    start, stop = row_range(full.shape[0], domain)
+    return full.detach()[start:stop]
+
+
+def row_range(num_rows: int, domain: Domain) -> tuple[int, int]:
+    """First and past-the-last row that this rank owns of `num_rows`."""
+    if not domain.layout.sharded:
+        return 0, num_rows
+    chunk = -(-num_rows // domain.layout.num_shards)
+    start = min(domain.shard_rank * chunk, num_rows)
+    return start, min(start + chunk, num_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -14,18 +14,28 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
 from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
-from zerofx.sharding import old_handles
+from zerofx.sharding import materialise, old_handles
 from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.classes import bind, bound_states
 from zerofx.sharding.refuse import refuse_parameters, refuse_wrappers
 from zerofx.sharding.rows import cut, own_rows
 
+MakeValues = Callable[[nn.Module, Session], dict[int, Tensor]]
+"""Makes what a model on the meta device lacks: this rank's rows, by the parameter's `id`."""
 
-def shard_model(model: nn.Module, config: ZeroConfig, passes: Sequence[str] = ()) -> Session:
+
+def shard_model(
+    model: nn.Module,
+    config: ZeroConfig,
+    passes: Sequence[str] = (),
+    make_values: MakeValues = materialise.make_values,
+) -> Session:
     """Shard every plain parameter of `model` in place.
 
-    Rank 0's parameters and buffers are broadcast. Optimizers that hold the old parameters are
-    pointed at the new ones, their state sharded along. Calling it again shards what was added.
+    Rank 0's parameters and buffers are broadcast, also to ranks that have them on the meta device.
+    Where rank 0 has none either, each rank makes its own rows. Optimizers that hold the old
+    parameters are pointed at the new ones, their state sharded along. Calling it again shards what
+    was added.
 
     Args:
         model: the model.
@@ -52,16 +62,19 @@ def shard_model(model: nn.Module, config: ZeroConfig, passes: Sequence[str] = ()
     if session is None:
         if not olds:
             raise ShardingError(f"{type(model).__name__} has no parameters", "compile it as it is")
-        session = Session(config, next(iter(olds.values())).device)
+        session = Session(config, materialise.device_of(model))
     elif session.config != config:
         raise ShardingError(
             f"{type(model).__name__} is sharded already, with other options: {session.config}",
             "use the same backend and options wherever you compile it",
         )
-    _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes)
+    given = _rank_zero_has_values(model, session)
+    _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes, given)
+    rows = {} if given else make_values(model, session)
     _broadcast_buffers(model, session)
     replaced = {
-        key: (param, _shard_parameter(param, names[key], session)) for key, param in olds.items()
+        key: (param, _shard_parameter(param, names[key], session, rows.pop(key, None)))
+        for key, param in olds.items()
     }
     _install(model, replaced)
     session.set_root(model)
@@ -100,8 +113,15 @@ def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str
     return names
 
 
+def _rank_zero_has_values(model: nn.Module, session: Session) -> bool:
+    return session.journal.from_rank_zero("" if materialise.on_meta(model) else "yes") == "yes"
+
+
 def _compare_plans(
-    session: Session, plan: list[tuple[list[str], nn.Parameter]], passes: Sequence[str]
+    session: Session,
+    plan: list[tuple[list[str], nn.Parameter]],
+    passes: Sequence[str],
+    given: bool,
 ) -> None:
     """Compare what will be sharded with the other ranks, before the first collective."""
     options = session.config
@@ -114,29 +134,42 @@ def _compare_plans(
     ]
     for names, param in plan:
         kind = "" if param.requires_grad else ", frozen"
+        kind += ", without values" if param.is_meta and not given else ""
         lines.append(f"{names[0]}: {param.dtype}{json.dumps(list(param.shape))}{kind}")
     session.journal.compare_plans("\n".join(lines))
 
 
 def _broadcast_buffers(model: nn.Module, session: Session) -> None:
+    empty = {id(buffer): _empty(buffer, session) for buffer in model.buffers() if buffer.is_meta}
+    materialise.put_buffers(model, empty)
     for buffer in model.buffers():
         _from_rank_zero(buffer, session)
     session.buffers_agree(model.buffers())
 
 
-def _shard_parameter(old: nn.Parameter, names: list[str], session: Session) -> ParamState:
-    full = old.detach().clone(memory_format=torch.contiguous_format)
-    _from_rank_zero(full, session)
-    domain = session.domain_for(full.shape)
+def _empty(value: Tensor, session: Session) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=session.device)
+
+
+def _shard_parameter(
+    old: nn.Parameter, names: list[str], session: Session, rows: Tensor | None
+) -> ParamState:
+    domain = session.domain_for(old.shape)
+    if rows is None:
+        full = _empty(old, session) if old.is_meta else old.detach().to(session.device)
+        full = full.clone(memory_format=torch.contiguous_format)
+    else:
+        full = rows
+    if rows is None or not domain.layout.sharded:
+        _from_rank_zero(full, session)
 
     def fill(shard: Tensor, resident: Tensor | None) -> None:
-        shard.copy_(own_rows(full, domain))
-        if resident is not None:
+        shard.copy_(full if rows is not None else own_rows(full, domain))
+        if resident is not None and rows is None:
             resident.copy_(full.reshape(-1))
 
-    state = make_state(
-        domain, names[0], tuple(names[1:]), full.shape, old.requires_grad, fill, full
-    )
+    state = make_state(domain, names[0], tuple(names[1:]), old.shape, old.requires_grad, fill, full)
+    state.dirty = rows is not None  # a resident copy is gathered by the first forward
     if old.grad is not None:
         state.param.grad = cut(old.grad, state)
     old_handles.move_attributes(old, state.param)

@@ -1,0 +1,1 @@
+"""Checkpoints, export and what they promise (docs/checkpoints.md)."""

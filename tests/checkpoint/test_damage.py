@@ -1,0 +1,149 @@
+"""Checkpoints that are damaged, or another model's, are refused by file and tensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.checkpoint.runs import Run
+from tests.contract.loops import refused
+from tests.models import Mlp
+from tests.ranks import run_ranks
+from zerofx import checkpoint
+from zerofx.errors import CheckpointError
+
+
+def _data_file(folder: Path) -> Path:
+    """The file that holds rank 1's rows."""
+    return folder / "__1_0.distcp"
+
+
+def _truncate(folder: Path) -> None:
+    file = _data_file(folder)
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def _flip(folder: Path) -> None:
+    info = next(
+        info
+        for index, info in FileSystemReader(folder).read_metadata().storage_data.items()
+        if index.fqn == "model.layers.0.weight" and info.relative_path == _data_file(folder).name
+    )
+    file = _data_file(folder)
+    content = bytearray(file.read_bytes())
+    for place in range(info.offset, info.offset + info.length, 7):
+        content[place] ^= 0xFF
+    file.write_bytes(content)
+
+
+def _lose_file(folder: Path) -> None:
+    _data_file(folder).unlink()
+
+
+def _lose_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def _cut_metadata(folder: Path) -> None:
+    os.truncate(folder / ".metadata", 100)
+
+
+DAMAGE: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+    (_truncate, ("truncated", "__1_0.distcp: ", "latest")),
+    (_flip, ("could not be read", "__1_0.distcp: model.layers.0.weight", "latest")),
+    (_lose_file, ("missing", "__1_0.distcp: model.layers.0.weight")),
+    (_lose_metadata, ("no complete checkpoint", ".metadata")),
+    (_cut_metadata, (".metadata is damaged", "latest")),
+]
+
+
+def _damaged(folder: Path) -> None:
+    run = Run(3, build=Mlp, min_shard_numel=0)
+    run.train(range(2))
+    checkpoint.save(folder / "good", run.model, run.optimizer)
+    wanted = run.state()
+    for number, (damage, words) in enumerate(DAMAGE):
+        bad = folder / f"bad{number}"
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "good", bad)
+            damage(bad)
+        dist.barrier()
+        again = Run(3, seed=1, build=Mlp, min_shard_numel=0)
+        again.train(range(2))
+        before = again.state()
+        with refused(str(bad), *words, kind=CheckpointError):
+            checkpoint.load(bad, again.model, again.optimizer)
+        if damage is not _flip:
+            assert all(torch.equal(value, before[key]) for key, value in again.state().items())
+        assert again.optimizer.state, "the optimizer keeps its state"
+        checkpoint.load(folder / "good", again.model, again.optimizer)
+        assert all(torch.equal(value, wanted[key]) for key, value in again.state().items())
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    run_ranks(2, _damaged, tmp_path, timeout=200)
+
+
+def _mismatched(folder: Path) -> None:
+    run = Run(3, build=Mlp)
+    run.train([0])
+    checkpoint.save(folder / "a", run.model, run.optimizer)
+    checkpoint.save(folder / "model", run.model)
+    other: Any = Mlp()
+    other.layers[0], other.layers[2] = nn.Linear(7, 12), nn.Linear(12, 11)
+    with refused("layers.0.weight: [13, 7] in the checkpoint, [12, 7] here", kind=CheckpointError):
+        checkpoint.load(folder / "a", other)
+    other.layers.append(nn.Linear(5, 5))
+    with refused("model.layers.5.weight is not in the checkpoint", kind=CheckpointError):
+        checkpoint.load(folder / "a", other)
+    other = Mlp()
+    del other.layers[4]
+    with refused("model.layers.4.weight is only in the checkpoint", kind=CheckpointError):
+        checkpoint.load(folder / "a", other)
+    with refused("saved without an optimizer", "the model alone", kind=CheckpointError):
+        checkpoint.load(folder / "model", run.model, run.optimizer)
+    with refused("does not exist", kind=CheckpointError):
+        checkpoint.load(folder / "nothing", run.model)
+    run.model.layers[0].weight.requires_grad_(False)
+    with refused("state.layers.0.weight.exp_avg is only", "freeze", kind=CheckpointError):
+        checkpoint.load(folder / "a", run.model, run.optimizer)
+
+
+def test_checkpoints_of_another_model(tmp_path: Path) -> None:
+    run_ranks(2, _mismatched, tmp_path)
+
+
+def _unwritable(folder: Path) -> None:
+    run = Run(3, build=Mlp)
+    run.train([0])
+    (folder / "file").touch()
+    with refused("could not be written", "room", kind=CheckpointError):
+        checkpoint.save(folder / "file" / "a", run.model)
+    saving = checkpoint.async_save(folder / "file" / "a", run.model)
+    with refused("could not be written", kind=CheckpointError):
+        saving.wait()
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    run_ranks(2, _unwritable, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["b", "a"])
+def test_latest_is_the_one_completed_last(tmp_path: Path, name: str) -> None:
+    assert checkpoint.latest(tmp_path) is None
+    other = {"a": "b", "b": "a"}[name]
+    for number, each in enumerate([other, name, ".c.partial", "d"]):
+        (tmp_path / each).mkdir()
+        if each != "d":
+            (tmp_path / each / ".metadata").touch()
+            os.utime(tmp_path / each / ".metadata", (number, number))
+    assert checkpoint.latest(tmp_path) == tmp_path / name

@@ -1,0 +1,78 @@
+"""`zerofx.unshard` of a model, of a module inside it, and of single parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.contract.loops import STAGES, Net, close, compiled, config, data, net, refused, same
+from tests.ranks import run_ranks
+from zerofx.errors import ShardingError
+
+
+class _Nested(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5))
+        self.tied = nn.Linear(13, 13)
+        self.tied.weight = self.last[0].weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + self.tied(torch.tanh(self.first(x))).mean()
+
+
+def _parts(stage: int) -> None:
+    model, plain = net(_Nested), net(_Nested)
+    run = compiled(model, stage)
+    run(*data(0))
+    with zerofx.unshard(model.last) as values:
+        assert list(values) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        values["0.weight"].mul_(2)
+        got = torch.func.functional_call(nn.Linear(13, 5), _named(values, "1."), torch.ones(13))
+        close(got, plain.last[1](torch.ones(13)), "a part called with its values")
+    chosen: list[Any] = [model.first.bias, model.tied.weight]
+    with zerofx.unshard(chosen) as values:
+        assert list(values) == ["first.bias", "last.0.weight"]
+        values["first.bias"].fill_(3)
+    with zerofx.unshard(iter(chosen), writeback=False) as values:
+        values["first.bias"].zero_()
+    with torch.no_grad():
+        plain.last[0].weight.mul_(2)
+        plain.first.bias.fill_(3)
+        same(model, plain)
+        close(run(*data(1)), plain(*data(1)), "after writing back")
+    with zerofx.unshard(run) as values:
+        assert list(values) == [name for name, _ in plain.named_parameters()]
+
+
+def _named(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_and_parameters_inside_a_model(stage: int) -> None:
+    run_ranks(2, _parts, stage)
+
+
+def _strangers() -> None:
+    model = net()
+    zerofx.shard(model, config(3))
+    with (
+        refused("not sharded", "shape (3, 2)", "model.parameters()", kind=ShardingError),
+        zerofx.unshard([model.first.weight, nn.Parameter(torch.zeros(3, 2))]),
+    ):
+        pass
+    with refused("not sharded", kind=ShardingError), zerofx.unshard(net()):
+        pass
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    run_ranks(2, _strangers)

@@ -1,0 +1,112 @@
+"""What is wrong with a checkpoint: which file, which tensor, and what to do about it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from zerofx.checkpoint.snapshot import State, leaves
+from zerofx.checkpoint.writer import METADATA, is_complete
+from zerofx.errors import CheckpointError
+
+_OTHER = "load an older checkpoint: zerofx.checkpoint.latest(folder) finds complete ones"
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What DCP wrote about a checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or what says what is in it is damaged.
+    """
+    if not is_complete(path):
+        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}: there is no file {METADATA}", _OTHER)
+    try:
+        return FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise CheckpointError(f"{path / METADATA} is damaged: {error}", _OTHER) from error
+
+
+def refuse_truncated(path: Path, metadata: Metadata) -> None:
+    """Refuse a checkpoint with files that are missing or too short.
+
+    Raises:
+        CheckpointError: names files and tensors.
+    """
+    entries = list(_entries(metadata))
+    files = {file for _, file, _, _ in entries}
+    sizes = {file: (path / file).stat().st_size for file in files if (path / file).is_file()}
+    lost = [
+        f"{file}: {name}"
+        for name, file, offset, length in entries
+        if sizes.get(file, -1) < offset + length
+    ]
+    if lost:
+        raise CheckpointError(f"files of {path} are missing or truncated", _OTHER, lost)
+
+
+def refuse_mismatch(path: Path, metadata: Metadata, wanted: State) -> None:
+    """Refuse a checkpoint of another model or optimizer.
+
+    Raises:
+        CheckpointError: names what is missing, what is too much and what has another shape.
+    """
+    saved = metadata.state_dict_metadata
+    mine = dict(leaves(wanted))
+    if "optimizer" in wanted and not any(name.startswith("optimizer.") for name in saved):
+        raise CheckpointError(f"{path} was saved without an optimizer", "load the model alone")
+    problems = [f"{name} is not in the checkpoint" for name in mine if name not in saved]
+    parts = tuple(f"{part}." for part in wanted)
+    problems += [
+        f"{name} is only in the checkpoint"
+        for name in saved
+        if name.startswith(parts) and name not in mine
+    ]
+    for name, value in mine.items():
+        known = saved.get(name)
+        if not isinstance(known, TensorStorageMetadata) or not isinstance(value, Tensor):
+            continue
+        if known.size != value.shape:
+            there, here = list(known.size), list(value.shape)
+            problems.append(f"{name}: {there} in the checkpoint, {here} here")
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit this model and optimizer",
+            "build them as they were when it was saved (parameters frozen since then have state "
+            "in it: freeze them after loading), or load the model alone",
+            problems,
+        )
+
+
+def unreadable(path: Path, metadata: Metadata, wanted: State) -> CheckpointError:
+    """The error for a checkpoint that could not be read: looks for what is damaged."""
+    mine = dict(leaves(wanted))
+    damaged = [
+        f"{file}: {name} ({problem})"
+        for name, file, offset, length in _entries(metadata)
+        if name in mine and (problem := _try(path / file, offset, length))
+    ]
+    return CheckpointError(f"{path} could not be read", _OTHER, damaged)
+
+
+def _try(file: Path, offset: int, length: int) -> str:
+    """Why an entry cannot be read; "" if it can."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            torch.load(io.BytesIO(stream.read(length)), weights_only=False)
+    except Exception as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _entries(metadata: Metadata) -> Iterator[tuple[str, str, int, int]]:
+    """Name, file, offset and bytes of everything stored."""
+    for index, info in (metadata.storage_data or {}).items():
+        yield index.fqn, info.relative_path, info.offset, info.length

@@ -1,0 +1,158 @@
+"""Full weights in the layout of Hugging Face, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zerofx.checkpoint.writer import hidden, publish
+from zerofx.torch_private import unwrap_compiled
+
+_INDEX = "model.safetensors.index.json"
+
+
+def export_safetensors(
+    model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write full weights as `from_pretrained` reads them; every rank calls it, rank 0 writes.
+
+    The folder appears when it is complete. Values are gathered tensor by tensor: rank 0 holds at
+    most the tensors of one file at a time, other ranks nothing but their shards.
+
+    Args:
+        model: plain or sharded; a `config` that can `save_pretrained` (transformers') goes along.
+            Tied weights are written once, under their first name.
+        folder: is created, on rank 0's host; one of that name is replaced.
+        max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
+    """
+    writes = not _together() or dist.get_rank() == 0
+    values = _once(model)
+    files = _split(values, max_shard_bytes)
+    partial = _begin(Path(folder).absolute()) if writes else None
+    for file, names in files.items():
+        content: dict[str, Tensor] = {}
+        for name in names:
+            full = _on_first_rank(values[name])
+            if full is not None and partial is not None:
+                content[name] = full.cpu()
+            del full
+        if partial is not None:
+            save_file(content, partial / file, metadata={"format": "pt"})
+    if partial is not None:
+        _write_index(partial, files, sum(map(_num_bytes, values.values())))
+        _write_config(partial, unwrap_compiled(model))
+        publish(partial, Path(folder).absolute())
+    if _together():
+        dist.barrier()
+
+
+def _together() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _once(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the state dict, tied ones under their first name only."""
+    state = get_model_state_dict(model)
+    plain = unwrap_compiled(model)
+    first = {id(value): name for name, value in reversed(list(_named(plain)))}
+    again = {_clean(name) for name, value in _named(plain) if first[id(value)] != name}
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name not in again
+    }
+
+
+def _clean(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # of submodules that torch.compile wrapped
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
+    """Names by file, in order; a file holds at most `most` bytes, or one tensor."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, value in values.items():
+        size = _num_bytes(value)
+        if groups[-1] and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {
+        f"model-{number:05}-of-{len(groups):05}.safetensors": names
+        for number, names in enumerate(groups, 1)
+    }
+
+
+def _num_bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _on_first_rank(value: Tensor) -> Tensor | None:
+    """The full value, on rank 0; other ranks send what they hold, and allocate nothing."""
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value.contiguous()
+    *outer, last = value.placements
+    if not all(each.is_replicate() for each in outer) or last not in (Shard(0), Replicate()):
+        return value.full_tensor().contiguous()  # not of zerofx
+    local = value.to_local().contiguous()
+    if last.is_replicate():
+        return local
+    return _collected(local, value.shape, value.device_mesh.get_group(value.device_mesh.ndim - 1))
+
+
+def _collected(rows: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor | None:
+    ranks = dist.get_process_group_ranks(group)
+    if ranks[0] != 0:
+        return None  # a replica of the group that holds rank 0
+    if dist.get_rank() != 0:
+        if rows.numel():
+            dist.send(rows, 0, group=group)
+        return None
+    full = rows.new_empty(shape)
+    for peer, part in zip(ranks, full.chunk(len(ranks)), strict=False):
+        if peer == 0:
+            part.copy_(rows)
+        else:
+            dist.recv(part, peer, group=group)
+    return full
+
+
+def _begin(target: Path) -> Path:
+    partial = hidden(target, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> None:
+    if len(files) > 1:
+        places = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(folder: Path, model: nn.Module) -> None:
+    for name in ("config", "generation_config"):
+        config = getattr(model, name, None)
+        if hasattr(config, "save_pretrained"):
+            cast(Any, config).save_pretrained(folder)

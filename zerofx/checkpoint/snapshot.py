@@ -1,0 +1,100 @@
+"""State of a model and its optimizer as DCP wants it, without a trace in either.
+
+torch makes missing optimizer state by a step with a learning rate of zero. That step must not count
+(Adam would start its bias correction one step late), and must not invent state that a parameter
+never had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+def take(model: nn.Module, optimizer: Optimizer | None) -> State:
+    """The state as it is: `model`, and `optimizer` if there is one; tensors are not copied."""
+    out: State = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        stepped = bool(optimizer.state)
+        out["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        if not stepped:
+            optimizer.state.clear()
+            out["optimizer"]["state"] = {}
+    return out
+
+
+@contextlib.contextmanager
+def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> Iterator[State]:
+    """Memory for what a checkpoint holds; after the block, model and optimizer have it.
+
+    The model's tensors are its own. The optimizer's are new, one set for each parameter that has
+    state in the checkpoint; if the block raises, the optimizer keeps its old ones.
+    """
+    out: State = {"model": get_model_state_dict(model)}
+    if optimizer is None:
+        yield out
+    else:
+        with _set_aside(optimizer):
+            wanted: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer)}
+            saved = metadata.state_dict_metadata
+            out["optimizer"] = wanted
+            wanted["state"] = {
+                name: entries
+                for name, entries in wanted["state"].items()
+                if any(key.startswith(f"optimizer.state.{name}.") for key in saved)
+            }
+            yield out
+        options = StateDictOptions(strict=False)  # parameters without gradients have no state
+        set_optimizer_state_dict(model, optimizer, out["optimizer"], options=options)
+    set_model_state_dict(model, out["model"])
+
+
+@contextlib.contextmanager
+def _set_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Let torch make all state anew; gradients are back afterwards, old state if the block fails.
+
+    torch makes none if it finds any state or gradient.
+    """
+    state = dict(optimizer.state)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    optimizer.state.clear()
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        raise
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+
+def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What DCP stores of `state`, by the name under which it does."""
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(state, Mapping):
+        items = state.items()
+    elif isinstance(state, list) and any(isinstance(item, (Mapping, Tensor)) for item in state):
+        items = enumerate(state)
+    else:
+        yield name, state
+        return
+    for key, value in items:
+        yield from leaves(value, f"{name}.{key}" if name else str(key))

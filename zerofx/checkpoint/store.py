@@ -1,0 +1,229 @@
+"""`save`, `async_save`, `load`, `latest`: a training run on disk, in the format of DCP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zerofx.checkpoint import damage, snapshot
+from zerofx.checkpoint.writer import AtomicWriter, complete_below, find
+from zerofx.errors import CheckpointError
+from zerofx.runtime.params import local_tensor
+from zerofx.torch_private import with_local
+
+Result = TypeVar("Result")
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+) -> None:
+    """Write a checkpoint; every rank calls it and writes the rows that it owns.
+
+    It appears under its name when it is complete. Nothing is gathered.
+
+    Args:
+        path: its folder, on a file system that all ranks see; one of that name is replaced.
+        model: plain or sharded, compiled or not.
+        optimizer: whose state is saved with it.
+        extra: anything picklable besides (step, position in the data); rank 0's is saved.
+
+    Raises:
+        CheckpointError: a rank could not write; the checkpoint that was there is untouched.
+    """
+    state = _state(model, optimizer, extra)
+    _explained(path, lambda: dcp.save(state, storage_writer=AtomicWriter(path)))
+
+
+class Saving:
+    """A save under way."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        future: concurrent.futures.Future[Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._path = path
+        self._future = future
+        self._group = group
+
+    def done(self) -> bool:
+        """Whether this rank's part is written."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete under its name; every rank calls it.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        try:
+            _explained(self._path, self._future.result)
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+) -> Saving:
+    """As `save`, but only copy the shards to host memory now and write them in a thread.
+
+    Training may go on at once. One save at a time: wait for it before the next and before the
+    program ends.
+
+    Returns:
+        The save under way, whose `wait()` every rank calls.
+    """
+    state = _state(model, optimizer, extra)
+    # The thread talks to other ranks while training does: it needs a group of its own.
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if _together() else None
+    writer = AtomicWriter(path)
+    future = dcp.async_save(
+        state, storage_writer=writer, async_stager=_Copies(), process_group=group
+    )
+    return Saving(path, cast("concurrent.futures.Future[Any]", future), group)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Read a checkpoint into a model and an optimizer; every rank calls it.
+
+    However many ranks wrote it, at whatever stage, this rank reads what it owns. Before the first
+    forward the model is plain and every rank reads all of it; `zerofx.shard` it first to avoid
+    that. The file `.metadata` and the extra are pickles: load only what you trust.
+
+    Args:
+        path: folder of the checkpoint.
+        model: takes the values; the names, shapes and buffers must be those that were saved.
+        optimizer: takes the state and the options that were saved, learning rate included.
+
+    Returns:
+        The extra that was saved.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or one of another model; names files
+            and tensors. Unless a file is damaged inside, nothing was changed.
+    """
+    folder = find(path)
+    metadata = _agreed(lambda: _inspected(folder))
+    with snapshot.to_fill(model, optimizer, metadata) as state:
+        _agreed(lambda: damage.refuse_mismatch(folder, metadata, state))
+        if "extra" in metadata.state_dict_metadata:
+            state["extra"] = None
+        try:
+            dcp.load(state, checkpoint_id=folder, no_dist=not _together())
+        except CheckpointException as error:
+            raise damage.unreadable(folder, metadata, state) from error
+    extra = state.get("extra")
+    return extra[0] if extra is not None else None
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint directly below `folder`; `None` if there is none."""
+    found = complete_below(Path(folder))
+    return found[-1] if found else None
+
+
+class _Copies(AsyncStager):
+    """Copies what this rank owns to the host, and no more.
+
+    torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
+    """
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return cast(dict[str, Any], _copied(state_dict))
+
+    def synchronize_staging(self) -> None:
+        """Staging is done when `stage` returns."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, DTensor):
+        return with_local(value, local_tensor(value).detach().to("cpu", copy=True))
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
+
+
+def _state(model: nn.Module, optimizer: Optimizer | None, extra: Any) -> snapshot.State:
+    """What this rank writes."""
+    state = snapshot.take(model, optimizer)
+    # DCP takes a tuple as one thing: what is inside comes back as it was.
+    state["extra"] = (extra,)
+    if _together() and dist.get_rank() != 0:
+        # Of buffers, which differ after a forward, rank 0's win; DCP alone would take any rank's.
+        state = _sharded_only(state)
+    return state
+
+
+def _sharded_only(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _sharded_only(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+        if isinstance(value, (dict, DTensor))
+    }
+
+
+def _together() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _inspected(folder: Path) -> Any:
+    metadata = damage.read_metadata(folder)
+    damage.refuse_truncated(folder, metadata)
+    return metadata
+
+
+def _agreed(look: Callable[[], Result]) -> Result:
+    """Rank 0 looks, for all: what it returns or raises, every rank returns or raises."""
+    verdict: list[Any] = [None, None]
+    if not _together() or dist.get_rank() == 0:
+        try:
+            verdict[0] = look()
+        except CheckpointError as error:
+            verdict[1] = error
+    if _together():
+        dist.broadcast_object_list(verdict)
+    if verdict[1] is not None:
+        raise verdict[1]
+    return verdict[0]
+
+
+def _explained(path: str | os.PathLike[str], write: Callable[[], Any]) -> None:
+    try:
+        with warnings.catch_warnings():
+            # One process alone is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)
+            write()
+    except CheckpointException as error:
+        reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()]
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written",
+            "see whether the folder exists, may be written to and has room on every rank's host",
+            reasons,
+        ) from error

@@ -1,0 +1,93 @@
+"""`AtomicWriter`: a checkpoint appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+METADATA = ".metadata"
+"""What DCP writes last."""
+
+
+class AtomicWriter(FileSystemWriter):
+    """DCP's own writer, into a hidden sibling that takes the checkpoint's name once it is complete.
+
+    A process that is killed meanwhile leaves the hidden folder, which the next save to the same
+    name removes, and the checkpoint that was there before. Usable wherever DCP takes a
+    `storage_writer`; all ranks need to see one file system.
+
+    Args:
+        path: folder of the checkpoint; an older one of that name is replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._target = Path(path).absolute()
+        super().__init__(hidden(self._target, "partial"))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # Only the coordinator comes here, after all ranks have planned and before any writes.
+        shutil.rmtree(self.path, ignore_errors=True)
+        Path(self.path).mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # DCP's own would warn of what a killed save left behind.
+        return plan
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        publish(Path(self.path), self._target)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a complete folder its name; the one that has it is removed afterwards."""
+    old = hidden(target, "replaced")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def hidden(path: Path, why: str) -> Path:
+    """Where a checkpoint lies while it is `partial`, or once it is `replaced`."""
+    return path.with_name(f".{path.name}.{why}")
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """The checkpoint of that name, even if its replacement was killed between two renames."""
+    named = Path(path)
+    old = hidden(named, "replaced")
+    return old if not named.exists() and is_complete(old) else named
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint with everything in it."""
+    return (path / METADATA).is_file()
+
+
+def complete_below(folder: Path) -> Sequence[Path]:
+    """All complete checkpoints below `folder`, the oldest first."""
+    found = [path for path in folder.glob("*") if is_complete(path) and path.name[0] != "."]
+    for old in folder.glob(".*.replaced"):
+        named = folder / old.name[1 : -len(".replaced")]
+        if is_complete(old) and not named.exists():
+            found.append(old)
+    return sorted(found, key=lambda path: ((path / METADATA).stat().st_mtime_ns, path.name))
+
+
+def _sync(folder: Path) -> None:
+    """Make a rename survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,163 @@
+"""Parameters and buffers on the meta device become shards and real buffers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.errors import UnsupportedError
+from zerofx.runtime.session import Session
+from zerofx.sharding.replay import replay, window
+from zerofx.sharding.rows import own_rows
+from zerofx.sharding.tape import Ref, Tape, recording, tape_of
+
+_REMEDY = (
+    "build the model inside `with zerofx.meta_init():`, which records how values are made; or give "
+    "the modules a reset_parameters() that sets them; or read them from a file with "
+    "zerofx.load_safetensors(model, path, config)"
+)
+
+
+@contextlib.contextmanager
+def meta_init(device: str | torch.device | None = None) -> Iterator[None]:
+    """Build models inside without memory; `zerofx.shard` makes their values, shard by shard.
+
+    Constructors run, but their tensors have no memory: what would be done to them is recorded. When
+    the model is sharded, that is done parameter by parameter, and a rank keeps its rows only.
+    Values equal those of a single process with the seed of rank 0, bit by bit, whatever the
+    constructors do (custom initialisation, tied weights, buffers, conversions). The random state
+    is not advanced.
+
+    Args:
+        device: where the model will live; by default the accelerator, or the CPU without one.
+
+    Raises:
+        UnsupportedError: a constructor asks for a value that does not exist yet, or writes one into
+            a tensor that has memory.
+    """
+    with recording(Tape(torch.device(device) if device is not None else default_device())):
+        yield
+
+
+def default_device() -> torch.device:
+    """The current accelerator, or the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def on_meta(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers without memory, by name."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, value) for name, value in named if value.is_meta]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model lives, or will live."""
+    tape = _tape_of(model)
+    if tape is not None:
+        return tape.device
+    real = (param.device for param in model.parameters() if not param.is_meta)
+    return next(real, None) or default_device()
+
+
+def make_values(model: nn.Module, session: Session, but: Collection[int] = ()) -> dict[int, Tensor]:
+    """Make what has no memory, except what `but` has by `id`; buffers are put in their place.
+
+    Uses the recording of `meta_init`; without one, what `reset_parameters()` of the modules does,
+    children before their parents, and `_init_weights()` of transformers' models.
+
+    Returns:
+        This rank's rows of each parameter, by the parameter's `id`.
+
+    Raises:
+        UnsupportedError: something would stay without a value; names it.
+    """
+    tape = _tape_of(model) or _reset_tape(model, session.device)
+    missing = [(name, value) for name, value in on_meta(model) if id(value) not in but]
+    wanted: dict[int, list[tuple[Tensor, Ref]]] = {}
+    for _, value in missing:
+        ref = tape.ref(value)
+        wanted.setdefault(ref.storage, []).append((value, ref))
+    _refuse_unset(missing, tape)
+    rows: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
+
+    def finish(storage: int, whole: torch.UntypedStorage) -> None:
+        for value, ref in wanted.get(storage, ()):
+            full = window(whole, ref)
+            if isinstance(value, nn.Parameter):
+                domain = session.domain_for(value.shape)
+                full = own_rows(full, domain)
+                rows[id(value)] = full.clone(memory_format=torch.contiguous_format)
+            else:
+                buffers[id(value)] = full.clone()
+
+    replay(tape, session.world, finish)
+    put_buffers(model, buffers)
+    return rows
+
+
+def put_buffers(model: nn.Module, values: dict[int, Tensor]) -> None:
+    """Put real buffers in the place of those without memory, which `values` has by `id`."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if id(buffer) in values:
+                module._buffers[name] = values[id(buffer)]
+
+
+def _tape_of(model: nn.Module) -> Tape | None:
+    """The recording that made the model."""
+    found = {id(tape): tape for _, value in on_meta(model) if (tape := tape_of(value)) is not None}
+    if len(found) > 1:
+        raise UnsupportedError(
+            "parts of the model were built inside different `with zerofx.meta_init():` blocks",
+            "build all of it inside one block",
+        )
+    return next(iter(found.values()), None)
+
+
+def _reset_tape(model: nn.Module, device: torch.device) -> Tape:
+    """Record what resetting the modules does, in the order in which they were constructed."""
+    tape = Tape(device)
+    with recording(tape):
+        for module in _children_first(model):
+            reset = getattr(module, "reset_parameters", None)
+            reset = reset or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+        weights: Any = getattr(model, "_init_weights", None)
+        if callable(weights) and hasattr(model, "init_weights"):
+            for module in _children_first(model):
+                weights(module)
+    return tape
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                yield from visit(child)
+        yield module
+
+    return visit(model)
+
+
+def _refuse_unset(missing: list[tuple[str, Tensor]], tape: Tape) -> None:
+    written = tape.written()
+    lost = [
+        f"{name} ({'parameter' if isinstance(value, nn.Parameter) else 'buffer'})"
+        for name, value in missing
+        if tape.ref(value).storage not in written
+    ]
+    if lost:
+        raise UnsupportedError("nothing says which values these have", _REMEDY, lost)

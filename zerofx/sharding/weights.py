@@ -1,0 +1,148 @@
+"""Weights in safetensors files, read row by row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from zerofx.errors import CheckpointError
+from zerofx.runtime.domain import Domain
+from zerofx.runtime.session import Session
+from zerofx.sharding import materialise
+from zerofx.sharding.rows import row_range
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class Weights:
+    """The tensors of a file, or of a folder; open inside `with`.
+
+    Raises:
+        CheckpointError: there are none, or a file is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        self._done: set[str] = set()
+
+    def __enter__(self) -> Weights:
+        for file in _files_of(self._path):
+            try:
+                opened = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{file} cannot be read: {error}", "write it again"
+                ) from error
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def check(self, model: nn.Module, strict: bool) -> None:
+        """Compare names and shapes, before anything is read.
+
+        Raises:
+            CheckpointError: lists what does not fit.
+        """
+        problems: list[str] = []
+        known: set[str] = set()
+        for names, value in _tensors(model):
+            known.update(names)
+            found = [name for name in names if name in self._files]
+            if not found:
+                problems += [f"{names[0]} is not in the files"] if strict else []
+            elif (shape := self._files[found[0]].get_slice(found[0]).get_shape()) != [*value.shape]:
+                problems.append(f"{found[0]}: {shape} in the files, {[*value.shape]} in the model")
+        if strict:
+            problems += [f"{name} is only in the files" for name in self._files.keys() - known]
+        if problems:
+            raise CheckpointError(
+                f"the weights in {self._path} do not fit {type(model).__name__}",
+                "build the model that they belong to; strict=False lets names differ",
+                problems,
+            )
+
+    def make_values(self, model: nn.Module, session: Session) -> dict[int, Tensor]:
+        """Rows of parameters on the meta device, by `id`; buffers are put in their place."""
+        given: dict[int, Tensor] = {}
+        for names, value in _tensors(model):
+            name = self._name_of(names)
+            if name and value.is_meta:
+                domain = session.domain_for(value.shape)
+                is_param = isinstance(value, nn.Parameter)
+                rows = self._rows(name, domain) if is_param else self._whole(name)
+                self._done.add(name)
+                given[id(value)] = rows.to(device=session.device, dtype=value.dtype)
+        materialise.put_buffers(model, given)
+        if any(id(value) not in given for _, value in materialise.on_meta(model)):
+            given.update(materialise.make_values(model, session, given))
+        return given
+
+    def fill(self, model: nn.Module, session: Session) -> None:
+        """Read into the shards and buffers of a sharded model, but for what was read before."""
+        states = {id(state.param): state for state in session.states}
+        with torch.no_grad():
+            for names, value in _tensors(model):
+                name = self._name_of(names)
+                if name in self._done:
+                    continue
+                if name and id(value) in states:
+                    state = states[id(value)]
+                    state.shard.copy_(self._rows(name, state.domain))
+                    state.dirty = True
+                elif name:
+                    value.copy_(self._whole(name))
+
+    def _name_of(self, names: Iterable[str]) -> str:
+        return next((name for name in names if name in self._files), "")
+
+    def _rows(self, name: str, domain: Domain) -> Tensor:
+        part = self._files[name].get_slice(name)
+        if not domain.layout.sharded:
+            return self._whole(name)
+        start, stop = row_range(part.get_shape()[0], domain)
+        return part[start:stop]
+
+    def _whole(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Parameters and persistent buffers, each with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        own: dict[str, Tensor | None] = {**module._parameters}
+        skipped = module._non_persistent_buffers_set
+        own.update({key: each for key, each in module._buffers.items() if key not in skipped})
+        for key, value in own.items():
+            if value is not None:
+                name = f"{path}.{key}" if path else key
+                name = name.replace("_orig_mod.", "")  # of parts that torch.compile wrapped
+                found.setdefault(id(value), ([], value))[0].append(name)
+    return list(found.values())
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / _INDEX).is_file():
+        places = json.loads((path / _INDEX).read_text())["weight_map"]
+        return [path / file for file in sorted(set(places.values()))]
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    raise CheckpointError(
+        f"{path} is no safetensors file, and holds neither {_SINGLE} nor {_INDEX}",
+        "pass the file, or the folder that save_pretrained or export_safetensors wrote",
+    )
