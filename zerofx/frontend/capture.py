@@ -14,6 +14,7 @@ from zerofx.config import ZeroConfig
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import Dump
 from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.joint import Joint, copy_module
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.frontend.reads import read_whole, refuse_uses
@@ -36,16 +37,24 @@ class Capture:
         config: the user's choices.
         inputs: parameters and buffers among the graph's inputs.
         compiler: compiles segments.
+        passes: by default those of `config`, or none for a graph without parameters.
     """
 
-    def __init__(self, config: ZeroConfig, inputs: GraphInputs, compiler: SegmentCompiler) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        inputs: GraphInputs,
+        compiler: SegmentCompiler,
+        passes: tuple[Pass, ...] | None = None,
+    ) -> None:
         self.config = config
         # Programs outlive models in Dynamo's cache, and must not keep their memory.
         self.inputs = dataclasses.replace(inputs, sessions=())
         self.compiler = compiler
         session = inputs.session
         handle = session.replicated.layout.handle if session else 0
-        self.passes: tuple[Pass, ...] = pipeline(config, handle) if session else ()
+        listed = pipeline(config, handle) if session else ()
+        self.passes: tuple[Pass, ...] = listed if passes is None else passes
         self.programs: dict[Region, Program] = {}
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
@@ -65,6 +74,14 @@ class Capture:
             inference=self._inference,
             partition=self._partition,
         )
+
+    def cut(self, joint: Joint) -> tuple[Program, Program]:
+        """Forward and backward before the passes of their own, from a joint graph left as it is."""
+        module, number = copy_module(joint.module), joint.num_fwd_outputs
+        halves = self._partition(module, joint.inputs, num_fwd_outputs=number, **joint.options)
+        regions = (Region.FORWARD, Region.BACKWARD)
+        forward, backward = map(self._program, halves, regions)
+        return forward, backward
 
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
