@@ -1,6 +1,7 @@
 """zerofx: ZeRO as a compiler pass behind `torch.compile(model, backend="zero3")`.
 
-Most programs import nothing of this package: the backends `zero0` to `zero3` are found by name.
+Most programs import nothing of this package: the backends `zero` and `zero0` to `zero3` are found
+by name.
 """
 
 from zerofx.api import no_sync, refresh, shard, unshard

@@ -33,7 +33,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="whose collectives (cuda)")
     add("--flops", type=units.speed, default=400e12, help="of a device (400T)")
     add("--bandwidth", type=units.rate, default=2e12, help="of its memory (2TB/s)")
-    add("--link", type=units.rate, default=25e9, metavar="RATE", help="a rank's, as 100gbit (25GB/s)")
+    add(
+        "--link",
+        type=units.rate,
+        default=25e9,
+        metavar="RATE",
+        help="a rank's, as 100gbit (25GB/s)",
+    )
     add("--latency", type=float, default=20e-6, metavar="SECONDS", help="of a collective (20e-6)")
     add("--stage", type=int, choices=(0, 1, 2, 3), action="append", help="only these; repeatable")
     add("--whole", action="store_true", help="trace a deep model whole, not two depths of it")
@@ -64,9 +70,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         say=progress.step,
     )
     plan = planner.plan(tuple(sorted(set(args.stage or (0, 1, 2, 3)))))
-    asked = Question(
-        target.text, args.world_size, args.batch, args.length, args.memory, precision
-    )
+    asked = Question(target.text, args.world_size, args.batch, args.length, args.memory, precision)
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
 

@@ -64,21 +64,29 @@ def as_data(plan: Plan, asked: Question) -> dict[str, Any]:
 
 def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     """For people."""
+    num_params = show_count(plan.num_params)
+    shape = f"batch {asked.batch} × length {asked.length} a rank"
     head = (
-        f"{asked.target}: Ψ = {show_count(plan.num_params)} parameters, W = {asked.num_ranks} ranks, "
-        f"batch {asked.batch} × length {asked.length} a rank, {_precision(asked.precision)}"
+        f"{asked.target}\nΨ = {num_params} parameters, W = {asked.num_ranks} ranks, {shape},\n"
+        f"{_precision(asked.precision)}\n"
     )
     notes = [
-        "GB are 10⁹ bytes, on the rank that holds most, when most is alive. in flight: gathered "
-        "values and messages.",
+        "GB are 10⁹ bytes, of the rank that holds most, at the moment when it does. In flight are\n"
+        "gathered values and messages; sent is a rank's traffic in one step.",
     ]
     if plan.traced:
         few, more = plan.traced
         notes.append(
-            f"Traced with {few} and {more} of its {plan.depth} equal blocks, and extrapolated "
-            "node by node; --whole traces all of them."
+            f"Traced with {few} and {more} of its {plan.depth} equal blocks and extrapolated "
+            "node by node;\n--whole traces all of them."
         )
-    return (head, _table(plan, asked), "\n".join(notes), _formulas(plan, asked), _advice(plan, asked))
+    return (
+        head,
+        _table(plan, asked),
+        "\n".join(notes),
+        _formulas(plan, asked),
+        _advice(plan, asked),
+    )
 
 
 def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
@@ -100,12 +108,11 @@ def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
 
 
 def _table(plan: Plan, asked: Question) -> Table:
-    columns = ["stage", "parameters", "gradients", "optimizer", "activations", "in flight", "peak"]
-    columns += ["sent a step", "step"]
-    columns += ["largest batch"] if asked.memory_bytes is not None else []
-    table = Table(box=None, pad_edge=False, header_style="")
+    columns = ["stage", "params", "grads", "optim.", "activ.", "in flight", "peak", "sent", "step"]
+    columns += ["batch ≤"] if asked.memory_bytes is not None else []
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for column in columns:
-        table.add_column(column, justify="left" if column == "stage" else "right")
+        table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
     for stage, each in sorted(plan.stages.items()):
         peak = each.forecast.peak(asked.batch)
         sizes = (peak.params, peak.grads, peak.optimizer, peak.activations)
@@ -124,9 +131,8 @@ def _formulas(plan: Plan, asked: Question) -> str:
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"
         sent = sympy.factor(wire_formula(stage, asked.precision))
-        lines.append(
-            f"  zero{stage}  states {sympy.expand(states.total)}, activations {linear}, sent {sent}"
-        )
+        total = sympy.expand(states.total)
+        lines.append(f"  zero{stage}  states {total}, activations {linear}, sent {sent}")
     return "\n".join(lines)
 
 

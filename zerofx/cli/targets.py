@@ -66,7 +66,10 @@ def find_target(text: str, specs: list[str]) -> Target:
     if ":" in name and not Path(name).exists():
         build, default = _factory(text, name, arguments), ["int64[B,S]"]
     else:
-        build, default = _from_config(name, arguments), ["input_ids=int64[B,S]", "labels=int64[B,S]"]
+        build, default = (
+            _from_config(name, arguments),
+            ["input_ids=int64[B,S]", "labels=int64[B,S]"],
+        )
     parsed = [_input(spec) for spec in specs or default]
     return Target(text, build, lambda batch, length: _make_inputs(parsed, batch, length))
 

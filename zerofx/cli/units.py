@@ -76,7 +76,9 @@ def _shown(count: float, unit: str) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
 
 
 def _match(pattern: re.Pattern[str], text: str, wanted: str) -> re.Match[str]:
@@ -92,5 +94,3 @@ def _scaled(number: str, prefix: str, *, binary: bool) -> float:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{number!r} is not a number") from error
     return value * (1024.0 if binary else 1000.0) ** _PREFIX[prefix.lower()]
-
-

@@ -7,8 +7,6 @@ compute segment.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 

@@ -27,18 +27,17 @@ from zerofx.ir.ops import (
     KEEP,
     PROGRAM_OPS,
     REDUCE_START,
+    REDUCE_WAIT,
     UNSHARD_START,
+    UNSHARD_WAIT,
     gradients,
     is_call,
-    UNSHARD_WAIT,
-    REDUCE_WAIT,
     started_by,
     waits_of,
 )
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import aliased_inputs, positions
-
 
 Rows = NDArray[np.int64]
 
@@ -242,7 +241,9 @@ class _Ledger:
         """Reduced gradients that a reduction allocates; they last until `zero_grad`."""
         if not is_call(node, REDUCE_START):
             return 0
-        reduced = [s for s in self._specs(node) if not (self._transport.recycles and s.layout.sharded)]
+        reduced = [
+            s for s in self._specs(node) if not (self._transport.recycles and s.layout.sharded)
+        ]
         return sum(math.prod(s.shard_shape(0)) * s.dtype.itemsize for s in reduced)
 
     def _message_at(self, node: fx.Node) -> int:
@@ -258,10 +259,8 @@ class _Ledger:
             return packed + packed // shards
         small = [s.full_bytes for s in specs if s.full_bytes <= limit]
         packed = sum(small) if len(small) > 1 else 0
-        if ways.reduce_scatter == "native":
-            return packed
-        others = max(0, shards - 2) * sum(s.full_bytes for s in specs) // shards
-        return packed + others
+        received = max(0, shards - 2) * sum(s.full_bytes for s in specs) // shards
+        return packed + (received if ways.reduce_scatter == "point_to_point" else 0)
 
     def _message_until(self, node: fx.Node) -> int:
         """Memory of the collective whose first wait this is."""

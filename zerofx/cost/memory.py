@@ -92,8 +92,9 @@ def evaluate(expression: Any, num_params: float, num_ranks: int) -> float:
 def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
     """Bytes on the rank that holds most (the first), padding included, after a backward.
 
-    Values and gradients have the parameter's own dtype. Gradients are sharded then at every stage
-    but 0. Frozen parameters have neither gradients nor optimizer state.
+    Values, gradients and, without master weights, moments have the dtype of the parameter.
+    Gradients are sharded then at every stage but 0. Frozen parameters have neither gradients
+    nor optimizer state.
     """
     params = grads = optimizer = 0
     for spec in specs:
@@ -107,7 +108,8 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
         params += held * spec.dtype.itemsize
         if spec.trainable:
             grads += own * spec.dtype.itemsize
-            optimizer += own * precision.optimizer
+            moments = 2 * spec.dtype.itemsize
+            optimizer += own * (precision.optimizer if precision.name == "mixed" else moments)
     return States(params, grads, optimizer)
 
 

@@ -39,7 +39,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-class _Traced(Exception):  # noqa: N818 (it is no error)
+class _Traced(Exception):
     """Carries a joint graph out of AOTAutograd before anything is compiled."""
 
     def __init__(self, joint: Joint) -> None:

@@ -191,18 +191,33 @@ class Planner:
     ) -> StagePlan:
         config = dataclasses.replace(self.config, stage=stage)  # pyright: ignore[reportArgumentType]
         laid = lay_out(params, config, self.num_ranks)
-        held = states(laid, self.precision)
-        shards = [spec.shard_shape(0).numel() * 4 for spec in laid if spec.trainable]
-        # torch.optim.AdamW makes one temporary of all parameters on GPUs, two of one on CPUs.
-        step = sum(shards) if self.machine.device == "cuda" else 2 * max(shards, default=0)
-        keeps = self.machine.transport.recycles and stage > 0
-        resident = Resident(held, buffers, step, keeps_grads=keeps)
+        resident = resident_of(laid, self.precision, buffers, self.machine.transport)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         # Its step reads values, gradients and state, and writes values and state.
-        moved = 2 * (sum(shards) + held.optimizer) + held.grads
+        held = resident.states
+        shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
+        moved = 2 * (shards + held.optimizer) + held.grads
         update = moved / self.machine.roofline.bytes_per_second
         times = dataclasses.replace(view.times, update=update)
         return StagePlan(stage, forecast, times, view.sent_bytes)
+
+
+def resident_of(
+    laid: Sequence[ParamSpec], precision: Precision, buffers: int, transport: Transport
+) -> Resident:
+    """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
+
+    Args:
+        laid: the parameters with the layouts of a stage.
+        precision: of parameters and optimizer.
+        buffers: bytes of the model's buffers.
+        transport: how the runtime moves bytes.
+    """
+    fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
+    # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
+    step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
+    keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
+    return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
@@ -40,6 +41,7 @@ class Rehearsal:
         backward: likewise.
         params: all parameters of the model; layouts are those of one rank.
         buffer_bytes: of all buffers of the model.
+        device: of the parameters.
         inner: whether it was traced for Inductor or for eager mode.
     """
 
@@ -47,6 +49,7 @@ class Rehearsal:
     backward: Program
     params: tuple[ParamSpec, ...]
     buffer_bytes: int
+    device: torch.device
     inner: Inner
 
     def programs(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
@@ -149,7 +152,8 @@ def rehearse_graph(
     known = GraphInputs(params, buffers, ())
     capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE))
     forward, backward = capture.cut(joint)
-    return Rehearsal(forward, backward, specs, held, inner)
+    device = next(root.parameters()).device
+    return Rehearsal(forward, backward, specs, held, device, inner)
 
 
 def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:

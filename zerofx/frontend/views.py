@@ -141,7 +141,9 @@ def sent_bytes(programs: Programs) -> int:
     total = 0
     for program in programs:
         for start in program.calls(UNSHARD_START, REDUCE_START):
-            specs = [program.params[name] for name in facts(start).members if name in program.params]
+            specs = [
+                program.params[name] for name in facts(start).members if name in program.params
+            ]
             if start.target is UNSHARD_START and program is backward:
                 resident = any(spec.layout.resident for spec in specs)
                 if resident or (specs and all(spec.name in kept for spec in specs)):
