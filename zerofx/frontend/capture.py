@@ -14,7 +14,7 @@ from zerofx.config import ZeroConfig
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import Dump
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.joint import Joint, copy_module
+from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.frontend.reads import read_whole, refuse_uses
@@ -75,10 +75,15 @@ class Capture:
             partition=self._partition,
         )
 
-    def cut(self, joint: Joint) -> tuple[Program, Program]:
-        """Forward and backward before the passes of their own, from a joint graph left as it is."""
-        module, number = copy_module(joint.module), joint.num_fwd_outputs
-        halves = self._partition(module, joint.inputs, num_fwd_outputs=number, **joint.options)
+    def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Program, Program]:
+        """Forward and backward before the passes of their own; nothing is compiled or kept.
+
+        Args:
+            module: Dynamo's graph, with markers where it reads parameters.
+            inputs: its inputs, of which only shapes count.
+        """
+        inductor = self.config.inner == "inductor"
+        halves = cut_apart(module, inputs, self._partition, inductor=inductor)
         regions = (Region.FORWARD, Region.BACKWARD)
         forward, backward = map(self._program, halves, regions)
         return forward, backward

@@ -1,8 +1,7 @@
-"""A plain model's joint graph with markers, traced on fake tensors: no ranks, no memory."""
+"""From a plain model to forward and backward, on fake tensors: no ranks, no memory."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -12,22 +11,16 @@ from torch import Tensor, fx, nn
 from zerofx.errors import UnsupportedError
 from zerofx.torch_private import fake_mode, trace_apart
 
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+"""A partition function of AOTAutograd."""
 
-@dataclasses.dataclass(frozen=True)
-class Joint:
-    """What AOTAutograd hands to a partition function: forward and backward in one graph.
 
-    Attributes:
-        module: the joint graph.
-        inputs: its fake inputs.
-        num_fwd_outputs: outputs of forward among its outputs.
-        options: further arguments of the partitioner.
-    """
+class _Cut(Exception):
+    """Carries the two halves out of AOTAutograd before anything is compiled."""
 
-    module: fx.GraphModule
-    inputs: Any
-    num_fwd_outputs: int
-    options: dict[str, Any]
+    def __init__(self, halves: tuple[fx.GraphModule, fx.GraphModule]) -> None:
+        super().__init__("cut")
+        self.halves = halves
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
@@ -37,14 +30,6 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     result = graph.graph_copy(module.graph, values)
     graph.output(result).meta = dict(module.graph.output_node().meta)
     return fx.GraphModule(module, graph)
-
-
-class _Traced(Exception):
-    """Carries a joint graph out of AOTAutograd before anything is compiled."""
-
-    def __init__(self, joint: Joint) -> None:
-        super().__init__("traced")
-        self.joint = joint
 
 
 def dynamo_graph(
@@ -80,8 +65,10 @@ def dynamo_graph(
     return found[0]
 
 
-def trace_joint(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool) -> Joint:
-    """Trace forward and backward of a Dynamo graph on fake copies of its inputs.
+def cut_apart(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, *, inductor: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a Dynamo graph, traced on fake copies of its inputs.
 
     Raises:
         UnsupportedError: nothing in it is trainable.
@@ -89,17 +76,15 @@ def trace_joint(module: fx.GraphModule, inputs: Sequence[Any], *, inductor: bool
     mode = fake_mode()
     with mode:
         fakes = [_fake_copy(value) for value in inputs]
+
+    def carry_out(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Cut(partition(*args, **kwargs))
+
     try:
-        trace_apart(module, fakes, mode, inductor=inductor, partition=_carry_out)
-    except _Traced as traced:
-        return traced.joint
+        trace_apart(module, fakes, mode, inductor=inductor, partition=carry_out)
+    except _Cut as cut:
+        return cut.halves
     raise UnsupportedError("the model has no backward", "leave some parameters trainable")
-
-
-def _carry_out(
-    joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
-) -> NoReturn:
-    raise _Traced(Joint(joint, inputs, num_fwd_outputs, options))
 
 
 def _fake_copy(value: Any) -> Any:

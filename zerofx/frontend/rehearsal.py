@@ -20,7 +20,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.joint import copy_module, dynamo_graph, trace_joint
+from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.reads import read_plain
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
@@ -148,10 +148,9 @@ def rehearse_graph(
     buffers = {place: owned[id(v)] for place, v in enumerate(inputs) if id(v) in owned}
     held = sum(math.prod(b.shape) * b.dtype.itemsize for b in root.buffers())
     config = ZeroConfig(inner=inner, verify=False, dump="")
-    joint = trace_joint(read_plain(module, params), inputs, inductor=inner == "inductor")
     known = GraphInputs(params, buffers, ())
     capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE))
-    forward, backward = capture.cut(joint)
+    forward, backward = capture.cut(read_plain(module, params), inputs)
     device = next(root.parameters()).device
     return Rehearsal(forward, backward, specs, held, device, inner)
 
