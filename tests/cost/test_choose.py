@@ -17,7 +17,8 @@ from zerofx.frontend.choose import least_memory, predicted_peaks
 from zerofx.frontend.rehearsal import rehearse_model
 
 BATCH, LENGTH = 2, 32
-EAGER = {"inner": "eager"}
+EAGER: dict[str, Any] = {"inner": "eager", "bucket_bytes": 0}
+"""Buckets of a small model would take as much memory as its stages save."""
 
 
 def _peaks(ranks: int) -> dict[int, int]:
@@ -27,7 +28,7 @@ def _peaks(ranks: int) -> dict[int, int]:
         "eager",
     )
     transport = Transport(algorithms_for("gloo", "cpu"), recycles=True)
-    return dict(predicted_peaks(rehearsal, ZeroConfig(inner="eager"), ranks, transport))
+    return dict(predicted_peaks(rehearsal, ZeroConfig(**EAGER), ranks, transport))
 
 
 def _chosen(memory: int | None, **more: Any) -> tuple[int, int, list[str]]:
@@ -59,7 +60,7 @@ def _chosen(memory: int | None, **more: Any) -> tuple[int, int, list[str]]:
 def test_the_lowest_stage_that_fits() -> None:
     peaks = _peaks(2)
     assert sorted(peaks.values(), reverse=True) == [peaks[stage] for stage in range(4)]
-    for stage in (0, 1, 3):
+    for stage in (0, 2, 3):
         ranks = run_ranks(2, _chosen, peaks[stage], timeout=220)
         assert [chosen for chosen, _, _ in ranks] == [stage, stage]
         (line,), silent = ranks[0][2], ranks[1][2]
