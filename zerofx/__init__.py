@@ -1,7 +1,7 @@
 """zerofx: ZeRO as a compiler pass behind `torch.compile(model, backend="zero3")`.
 
-Most programs import nothing of this package: the backends `zero0` to `zero3` are found by name.
-Authors of passes find the vocabulary in `zerofx.passes`.
+Most programs import nothing of this package: the backends `zero` and `zero0` to `zero3` are found
+by name. Authors of passes find the vocabulary in `zerofx.passes`.
 """
 
 from zerofx.api import load_safetensors, meta_init, no_sync, refresh, shard, unshard

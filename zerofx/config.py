@@ -52,6 +52,8 @@ class ZeroConfig:
         memory_budget: bytes of full values that stage 3 may keep from forward to backward instead
             of gathering them again. 0: none, strictly. By default the last bucket of forward, which
             backward needs first, is kept, and nothing else.
+        device_memory: bytes that a rank may use: the backend `zero` chooses the stage by it. By
+            default what its GPU has free or, on CPUs, the host's memory divided by its ranks.
         verify: check the program's rules after every pass.
         disable: names of passes to leave out.
         passes: changes of the pipeline, in order: a pass (an instance) goes to the end,
@@ -73,6 +75,7 @@ class ZeroConfig:
     bucket_bytes: int | None = None
     prefetch_bytes: int | None = None
     memory_budget: int | None = None
+    device_memory: int | None = None
     verify: bool = True
     disable: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
@@ -103,6 +106,7 @@ class ZeroConfig:
             (_is_size(self.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
             (_is_size(self.memory_budget), "memory_budget", "None or an integer of at least 0"),
             (_is_size(self.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
+            (_is_size(self.device_memory), "device_memory", "None or an integer of at least 0"),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
         for good, name, wanted in checks:

@@ -218,6 +218,33 @@ def trace_and_compile(
     )(module, example_inputs)
 
 
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and devices, and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def trace_apart(
+    module: fx.GraphModule,
+    fakes: Sequence[Any],
+    mode: FakeTensorMode,
+    *,
+    inductor: bool,
+    partition: Callable[..., Any],
+) -> None:
+    """Trace a Dynamo graph on fake inputs of `mode`, whatever is being compiled around it.
+
+    `partition` gets the joint graph; it leaves by an exception of its own, nothing is compiled.
+    """
+    table = select_decomp_table() if inductor else None
+    compiler = aot_autograd(fw_compiler=_no_compiler, partition_fn=partition, decompositions=table)
+    with tracing(TracingContext(mode)), mode:
+        compiler(module, fakes)
+
+
+def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+    return module
+
+
 def min_cut(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -1,1 +1,4 @@
-"""Numbers: what communication and kernels cost. Modules: comm, tables, compute."""
+"""Numbers: what communication and kernels cost, and what programs hold.
+
+Modules: comm, tables, compute, memory, liveness, fusion, lines, forecast, link.
+"""

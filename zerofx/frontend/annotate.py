@@ -148,7 +148,7 @@ def _placeholder(node: fx.Node, inputs: GraphInputs) -> Facts:
         return Facts(Role.COMPUTE)
     if position in inputs.params:
         spec = inputs.params[position]
-        role = Role.SHARD if attribute == "_local_tensor" else Role.MESH
+        role = Role.MESH if attribute not in ("", "_local_tensor") else Role.SHARD
         return Facts(role, spec.name, layout=spec.layout.name, tier=spec.tier)
     if position in inputs.buffers:
         return Facts(Role.BUFFER, inputs.buffers[position])

@@ -1,4 +1,4 @@
-"""The backends `zero0` to `zero3` that `torch.compile` finds by name."""
+"""The backends `zero`, and `zero0` to `zero3`, that `torch.compile` finds by name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from zerofx.errors import UnsupportedError, ZeroFxError
 from zerofx.frontend import step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
+from zerofx.frontend.choose import choose_stage
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
 from zerofx.passes.fingerprint import fingerprint
@@ -23,13 +24,21 @@ from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
 from zerofx.sharding.refuse import refuse_meta
-from zerofx.sharding.shard import shard_model
+from zerofx.sharding.shard import session_of, shard_model
 from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
 
 step_guard.install()
 assignments.install()
 
 Compiled = Callable[..., Any]
+
+
+def zero(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+    """The lowest stage that fits the ranks' memory, by the plan of this model and its first batch.
+
+    The choice is made once, when the model is sharded; see `zerofx.frontend.choose`.
+    """
+    return _compile(None, module, inputs, **kwargs)
 
 
 def zero0(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
@@ -53,7 +62,7 @@ def zero3(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compi
 
 
 def _compile(
-    stage: Stage,
+    stage: Stage | None,
     module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
@@ -63,7 +72,7 @@ def _compile(
     """Shard on first sight, then compile.
 
     Args:
-        stage: ZeRO stage.
+        stage: ZeRO stage; `None`: to be chosen.
         module: Dynamo's graph.
         inputs: its real inputs, parameters included.
         options: fields of `ZeroConfig`, or `config`: one.
@@ -80,19 +89,23 @@ def _compile(
 
 
 def _shard_and_compile(
-    stage: Stage,
+    stage: Stage | None,
     module: fx.GraphModule,
     inputs: Sequence[Any],
     options: Mapping[str, Any] | None,
     mode: str | None,
 ) -> Compiled:
-    config = with_registered(config_from_options(stage, options))
-    compiler = SegmentCompiler(config.inner, _patches(config, mode))
     refuse_running_wrappers()
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
-    if plain:
-        root = find_root(plain)
+    root = find_root(plain) if plain else None
+    if root is not None:
         refuse_meta(root)
+    if stage is None:
+        stage = _stage_for(module, inputs, root, options)
+        options = _options_at(stage, options)
+    config = with_registered(config_from_options(stage, options))
+    compiler = SegmentCompiler(config.inner, _patches(config, mode))
+    if root is not None:
         shard_model(root, config, fingerprint(pipeline(config, 0)))
         restart_dynamo()
     find_missing_roots(live_sessions())
@@ -115,6 +128,29 @@ def _with_same_passes(compiled: Compiled) -> Compiled:
         return compiled(*args)
 
     return run
+
+
+def _stage_for(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    root: nn.Module | None,
+    options: Mapping[str, Any] | None,
+) -> Stage:
+    """The stage that the model has or, if it is plain, will have."""
+    session = describe_inputs(inputs).session if root is None else session_of(root)
+    if session is not None:
+        return session.config.stage
+    if root is None:
+        return 0  # nothing to shard
+    return choose_stage(module, inputs, root, config_from_options(0, _options_at(0, options)))
+
+
+def _options_at(stage: Stage, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The options with a whole configuration, if there is one, at this stage."""
+    config = (options or {}).get("config")
+    if not isinstance(config, ZeroConfig):
+        return options
+    return {**(options or {}), "config": dataclasses.replace(config, stage=stage)}
 
 
 def _check_options(described: GraphInputs, config: ZeroConfig) -> None:

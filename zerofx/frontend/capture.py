@@ -13,6 +13,7 @@ from zerofx.config import ZeroConfig
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.frontend.reads import read_whole, refuse_uses
@@ -37,15 +38,23 @@ class Capture:
         config: the user's choices.
         inputs: parameters and buffers among the graph's inputs.
         compiler: compiles segments.
+        passes: by default those of `config`, or none for a graph without parameters.
     """
 
-    def __init__(self, config: ZeroConfig, inputs: GraphInputs, compiler: SegmentCompiler) -> None:
+    def __init__(
+        self,
+        config: ZeroConfig,
+        inputs: GraphInputs,
+        compiler: SegmentCompiler,
+        passes: tuple[Pass, ...] | None = None,
+    ) -> None:
         self.config = config
         # Programs outlive models in Dynamo's cache, and must not keep their memory.
         self.inputs = dataclasses.replace(inputs, sessions=())
         self.compiler = compiler
         session = inputs.session
-        self.passes: tuple[Pass, ...] = _passes(config, session) if session else ()
+        listed = _passes(config, session) if session else ()
+        self.passes: tuple[Pass, ...] = listed if passes is None else passes
         self.programs: dict[Region, Program] = {}
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
@@ -65,6 +74,19 @@ class Capture:
             inference=self._inference,
             partition=self._partition,
         )
+
+    def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Program, Program]:
+        """Forward and backward before the passes of their own; nothing is compiled or kept.
+
+        Args:
+            module: Dynamo's graph, with markers where it reads parameters.
+            inputs: its inputs, of which only shapes count.
+        """
+        inductor = self.config.inner == "inductor"
+        halves = cut_apart(module, inputs, self._partition, inductor=inductor)
+        regions = (Region.FORWARD, Region.BACKWARD)
+        forward, backward = map(self._program, halves, regions)
+        return forward, backward
 
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any

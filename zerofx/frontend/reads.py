@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
+from zerofx.frontend.joint import copy_module
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
 from zerofx.torch_private import is_checkpoint_call
@@ -82,6 +83,37 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
                 reader.replace_input_with(node, full)
         if graph.owning_module is not None:
             graph.owning_module.recompile()
+
+
+def read_plain(module: fx.GraphModule, params: dict[int, ParamSpec]) -> fx.GraphModule:
+    """A copy of Dynamo's graph of a plain model that reads its parameters through markers.
+
+    Args:
+        module: Dynamo's graph.
+        params: parameters by input position; in the copy these inputs stand for shards.
+    """
+    marked = _copy_with_bodies(module)
+    for graph, known in _graphs(marked, params):
+        for node, spec in known.items():
+            # One marker a reader, next to it, as a module's property reads: autograd reduces a
+            # gradient when it gets to the marker.
+            for reader in [user for user in node.users if not is_checkpoint_call(user)]:
+                with graph.inserting_before(reader):
+                    full = graph.call_function(UNSHARD, (node, spec.shape, spec.layout.handle))
+                reader.replace_input_with(node, full)
+        assert graph.owning_module is not None
+        graph.owning_module.recompile()
+    return marked
+
+
+def _copy_with_bodies(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy to edit, and so of the checkpointed regions it calls."""
+    made = copy_module(module)
+    for node in made.graph.nodes:
+        if is_checkpoint_call(node):
+            name = node.args[0].target
+            setattr(made, name, _copy_with_bodies(getattr(module, name)))
+    return made
 
 
 def _graphs(

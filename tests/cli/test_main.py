@@ -1,0 +1,122 @@
+"""The command line as its users meet it: exit codes, errors, JSON, completion."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from zerofx.cli import units
+from zerofx.cli.completion import script_for
+from zerofx.cli.main import COMMANDS, build_parser, main
+from zerofx.cli.targets import find_target
+from zerofx.errors import ConfigError
+from zerofx.torch_private import fake_mode
+
+
+def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan"])
+    assert left.value.code == 2
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "llama", "--memory", "lots"])
+    assert left.value.code == 2 and "80GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plan", "no.such.module:Model"], "cannot be imported"),
+        (["plan", "tests.models:nothing"], "cannot be imported"),
+        (["plan", "lama"], "did you mean 'llama'?"),
+        (["plan", "llama(num_layers=3)"], "has no field 'num_layers'"),
+        (["plan", "llama(3)"], "key=value"),
+        (["plan", "llama", "--input", "int64[N]"], "B for the batch size"),
+        (["plan", "llama", "--world-size", "5000"], "use 1 to 4096"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_errors_are_one_block_with_a_remedy(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    assert main(argv) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("zerofx plan: ") and said in text and "Remedy: " in text
+    assert "Traceback" not in text
+    main([*argv, "--debug"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_option(shell: str) -> None:
+    script = script_for(build_parser(), shell)
+    for word in ("plan", "completion", "--world-size", "--precision", "fp32 mixed"):
+        assert word in script
+    assert ("bashcompinit" in script) == (shell == "zsh")
+
+
+def test_completion_completes(tmp_path: Path) -> None:
+    script = tmp_path / "complete.bash"
+    script.write_text(script_for(build_parser(), "bash"))
+    for typed, wanted in [(["p"], "plan"), (["plan", "--wor"], "--world-size")]:
+        words = " ".join(f"'{word}'" for word in ["zerofx", *typed])
+        line = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _zerofx; "
+        done = subprocess.run(
+            ["bash", "-c", line + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True
+        )
+        assert done.stdout.split() == [wanted], done.stderr
+
+
+def test_every_command_documents_itself() -> None:
+    assert all(command.summary and command.name for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("80GB", 80e9), ("80GiB", 80 * 2**30), ("24e9", 24e9), ("16 GiB", 16 * 2**30), ("512", 512)],
+)
+def test_sizes(text: str, found: float) -> None:
+    assert units.size(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("25GB/s", 25e9), ("100gbit", 12.5e9), ("100Gbit/s", 12.5e9), ("1.5e9", 1.5e9)],
+)
+def test_rates(text: str, found: float) -> None:
+    assert units.rate(text) == found
+
+
+def test_what_is_no_number_is_refused() -> None:
+    for parse, text in [(units.size, "GB"), (units.rate, "fast"), (units.speed, "1.2.3T")]:
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+
+
+def test_numbers_are_shown_as_in_the_paper() -> None:
+    assert units.show_bytes(31.4e9) == "31.4 GB" and units.show_bytes(120e9) == "120 GB"
+    assert units.show_count(7.5e9) == "7.50 B" and units.show_seconds(0.0123) == "12.3 ms"
+
+
+def test_a_configuration_on_disk_and_a_factory_with_arguments(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+    fields |= {"num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with fake_mode():
+        for path in (tmp_path, tmp_path / "config.json"):
+            model = find_target(f"{path}(num_hidden_layers=1)", []).build()
+            assert len(model.get_submodule("model.layers")._modules) == 1
+        made = find_target("benchmarks.accounting:Gpt(width=64, depth=1)", [])
+        assert sum(p.numel() for p in made.build().parameters()) == 1024 * 64 + 12 * 64**2 + 3 * 64
+        args, kwargs = find_target("benchmarks.accounting:Gpt", ["x=float32[B,3]"]).inputs(5, 7)
+    assert args == () and kwargs["x"].shape == (5, 3)
+
+
+def test_a_factory_must_return_a_module() -> None:
+    with pytest.raises(ConfigError, match=r"no nn\.Module"):
+        find_target("json:loads(s='1')", []).build()

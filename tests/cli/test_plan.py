@@ -1,0 +1,72 @@
+"""`zerofx plan` end to end, in one process, without a device."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerofx.cli.main import main
+
+GPT = ["plan", "benchmarks.accounting:Gpt(depth=2)", "--batch", "2", "--length", "32"]
+DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
+    code = main([*GPT, *argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, plan = _plan(capsys, "--world-size", "4096", "--memory", "60MB")
+    assert code == 0 and plan["stage"] is not None
+    for stage, found in plan["stages"].items():
+        fits = found["peak_bytes"] <= 60e6
+        assert fits == (int(stage) >= plan["stage"]) == (found["largest_batch"] >= 2)
+        if found["largest_batch"]:
+            code, more = _plan(capsys, "--memory", "60MB", "--world-size", "4096", "--stage", stage)
+            assert more["stages"][stage] == found  # stages do not depend on each other
+    code, none = _plan(capsys, "--world-size", "4096", "--memory", "1MB")
+    assert code == 1 and none["stage"] is None
+
+
+def test_traffic_is_that_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = _plan(capsys, "--world-size", "64")
+    share = 4 * plan["num_params"] * 63 / 64
+    for stage, times in (("0", 2), ("1", 2), ("2", 2)):
+        assert plan["stages"][stage]["sent_bytes"] == pytest.approx(times * share, rel=0.01)
+    # The last bucket is kept, and not gathered again.
+    assert 2.5 * share < plan["stages"]["3"]["sent_bytes"] < 3 * share
+
+
+def test_the_largest_batch_is_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = _plan(capsys, "--memory", "80MB", "--stage", "3")
+    most = plan["stages"]["3"]["largest_batch"]
+    peaks = []
+    for batch in (most, most + 1):
+        _, at = _plan(capsys, "--memory", "80MB", "--stage", "3", "--batch", str(batch))
+        peaks.append(at["stages"]["3"]["peak_bytes"])
+    assert peaks[0] <= 80e6 < peaks[1]
+
+
+def _examples() -> list[tuple[str, str]]:
+    """Commands of the documentation, and what they printed."""
+    found = re.findall(r"```console\n\$ zerofx (.+?)\n(.*?)```", DOCS.read_text(), re.S)
+    return [(command, text) for command, text in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "text"), _examples(), ids=lambda value: value[:40])
+def test_the_transcripts_of_the_documentation(
+    command: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    import shlex
+
+    monkeypatch.setenv("COLUMNS", "120")
+    main(shlex.split(command))
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert printed.strip() == text.strip()

@@ -1,0 +1,1 @@
+"""Numbers: what programs hold, against closed forms and against measurements."""

@@ -1,0 +1,70 @@
+"""Predicted memory is what the allocator gave out, looked at from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.accounting import Gpt
+from benchmarks.meters import peak_bytes
+from tests.ranks import run_ranks
+from zerofx.config import ZeroConfig
+from zerofx.cost.compute import Roofline
+from zerofx.cost.link import Link
+from zerofx.cost.memory import FP32_ADAM
+from zerofx.frontend.planner import Machine, Planner
+
+BATCH, LENGTH = 8, 96
+MACHINE = Machine("cpu", Roofline(), Link(1e9, 1e-4))
+
+
+def tokens(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    return (torch.zeros(batch, length, dtype=torch.int64),), {}
+
+
+def predicted(stage: int, ranks: int, inner: Any) -> int:
+    config = ZeroConfig(inner=inner, dump="")
+    planner = Planner(Gpt, tokens, config, MACHINE, FP32_ADAM, ranks, BATCH, LENGTH, whole=True)
+    return planner.plan((stage,)).stages[stage].forecast.peak(BATCH).total
+
+
+def _measured(stage: int, inner: str) -> int:
+    """Peak of a steady step, less what was there before the model was built."""
+
+    def train(mark: Callable[[], None]) -> None:
+        torch.manual_seed(0)
+        model = Gpt()
+        run = torch.compile(model, backend=f"zero{stage}", options={"inner": inner})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(4):
+            if step == 3:
+                mark()
+            loss = run(torch.randint(1024, (BATCH, LENGTH)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # The allocator's meter forgets nothing between two looks.
+    before, _ = peak_bytes(_do_nothing)
+    peak, _ = peak_bytes(train)
+    torch.compiler.reset()
+    return peak - before
+
+
+def _do_nothing(mark: Callable[[], None]) -> None:
+    value = torch.zeros(1)
+    mark()
+    del value
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks(stage: int, inner: str) -> None:
+    wanted = predicted(stage, 2, inner)
+    found = max(run_ranks(2, _measured, stage, inner, timeout=220))
+    print(stage, inner, wanted, found, wanted / found)
+    assert wanted == pytest.approx(found, rel=0.05)

@@ -1,0 +1,70 @@
+"""Model states are those of the ZeRO paper, and exact for real parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zerofx.cost.memory import (
+    FP32_ADAM,
+    MIXED_ADAM,
+    PSI,
+    W,
+    evaluate,
+    formula,
+    states,
+    wire_formula,
+)
+from zerofx.ir.spec import Layout, ParamSpec
+
+# ZeRO, table 1: GB on each device at stages 1, 2 and 3, by parameters and ranks.
+TABLE_1 = {
+    (7.5e9, 4): (52.5, 41.3, 30),
+    (7.5e9, 16): (35.6, 21.6, 7.5),
+    (7.5e9, 64): (31.4, 16.6, 1.88),
+    (7.5e9, 256): (30.4, 15.4, 0.47),
+    (7.5e9, 1024): (30.1, 15.1, 0.12),
+    (128e9, 4): (896, 704, 512),
+    (128e9, 16): (608, 368, 128),
+    (128e9, 64): (536, 284, 32),
+    (128e9, 1024): (513, 257, 2),
+    (1e12, 4): (7000, 5500, 4000),
+    (1e12, 16): (4750, 2875, 1000),
+    (1e12, 64): (4187, 2218, 250),
+    (1e12, 1024): (4011, 2013, 15.6),
+}
+
+
+def _gigabytes(stage: int, num_params: float, num_ranks: int) -> float:
+    return evaluate(formula(stage, MIXED_ADAM).total, num_params, num_ranks) / 1e9
+
+
+def test_figure_1_of_the_paper() -> None:
+    found = [_gigabytes(stage, 7.5e9, 64) for stage in range(4)]
+    assert found == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.015)
+
+
+@pytest.mark.parametrize("case", TABLE_1, ids=str)
+def test_table_1_of_the_paper(case: tuple[float, int]) -> None:
+    found = [_gigabytes(stage, *case) for stage in (1, 2, 3)]
+    assert found == pytest.approx(TABLE_1[case], rel=0.025)
+
+
+def test_formulas_are_expressions() -> None:
+    assert formula(3, MIXED_ADAM).total.equals(16 * PSI / W)
+    assert formula(1, MIXED_ADAM).total.equals(4 * PSI + 12 * PSI / W)
+    assert formula(2, FP32_ADAM).total.equals(4 * PSI + 12 * PSI / W)
+    assert wire_formula(3, FP32_ADAM).equals(12 * PSI * (W - 1) / W)
+
+
+def test_exact_states_count_padding_and_leave_frozen_parameters_alone() -> None:
+    def spec(name: str, *, trainable: bool, layout: Layout) -> ParamSpec:
+        return ParamSpec(name, 0, torch.Size((7, 5)), torch.float32, trainable, layout)
+
+    sharded, resident = Layout(1, 4, 1, resident=False), Layout(1, 4, 1, resident=True)
+    found = states([spec("a", trainable=True, layout=sharded)], FP32_ADAM)
+    assert (found.params, found.grads, found.optimizer) == (40, 40, 80)  # two rows of five
+    found = states([spec("a", trainable=False, layout=resident)], FP32_ADAM)
+    assert (found.params, found.grads, found.optimizer) == (160, 0, 0)  # eight rows
+    found = states([spec("a", trainable=True, layout=resident)], MIXED_ADAM)
+    assert (found.params, found.grads, found.optimizer) == (160, 40, 120)

@@ -1,0 +1,97 @@
+"""A rehearsal is the real pipeline: its programs are those that ranks would run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.accounting import Gpt
+from tests.models import batch, make
+from tests.sim.test_captured import capture_programs
+from zerofx.config import ZeroConfig
+from zerofx.errors import UnsupportedError
+from zerofx.frontend.joint import dynamo_graph
+from zerofx.frontend.rehearsal import rehearse_graph, rehearse_model
+from zerofx.frontend.stacks import shorten, stack_depth
+from zerofx.ir.facts import facts
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.ir.view import identity_source
+from zerofx.torch_private import fake_mode
+
+WORLD = 4
+
+
+@pytest.fixture
+def first_of_four() -> Iterator[None]:
+    """This process as rank 0 of four that do not exist."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD)
+    yield
+    torch.compiler.reset()
+    dist.destroy_process_group()
+
+
+def _lines(program: Program) -> list[str]:
+    """What is called, in order, and on which parameters; DTensors bring views that view nothing."""
+    return [
+        f"{node.target} {facts(node).param} {facts(node).members} {facts(node).wire_bytes}"
+        for node in program.graph.nodes
+        if node.op == "call_function" and identity_source(node) is node
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "twice", "frozen", "gpt_checkpointed"])
+def test_programs_are_those_of_ranks(
+    name: str, stage: int, first_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = make(name, torch.float32), batch(name, 0, 0, torch.float32)
+    module, values = dynamo_graph(model, inputs, {})
+    rehearsal = rehearse_graph(module, values, model, inner="eager")
+    config: Any = ZeroConfig(stage=stage, inner="eager", min_shard_numel=0)  # type: ignore[arg-type]
+    rehearsed = rehearsal.programs(config, WORLD)
+    real, _ = capture_programs(copy.deepcopy(model), inputs, stage, monkeypatch)
+    for program, region in zip(rehearsed, (Region.FORWARD, Region.BACKWARD), strict=True):
+        assert _lines(program) == _lines(real[region])
+
+
+def test_a_rehearsal_serves_any_stage_and_leaves_no_trace() -> None:
+    rehearsal = rehearse_model(
+        lambda: Gpt(depth=1), lambda: ((torch.zeros(2, 8, dtype=torch.int64),), {}), "eager"
+    )
+    before = rehearsal.programs(ZeroConfig(stage=3, inner="eager"), 4096)
+    rehearsal.programs(ZeroConfig(stage=1, inner="eager"), 2)
+    after = rehearsal.programs(ZeroConfig(stage=3, inner="eager"), 4096)
+    assert [_lines(p) for p in before] == [_lines(p) for p in after]
+
+
+class Broken(torch.nn.Linear):
+    """Needs two graphs."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(input)
+
+
+def test_a_graph_break_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="Broken does not run as one graph"):
+        rehearse_model(lambda: Broken(3, 3), lambda: ((torch.zeros(2, 3),), {}))
+
+
+def test_stacks_of_equal_blocks_are_found() -> None:
+    with fake_mode():
+        model = Gpt(depth=8)
+        assert stack_depth(model) == 8
+        shorten(model, 3)
+        assert len(model.blocks) == 3 and stack_depth(model) == 0
+        model = Gpt(depth=8)
+        model.blocks[5].num_heads = 2
+        assert stack_depth(model) == 0
+        for number, block in enumerate((numbered := Gpt(depth=8)).blocks):
+            block.layer_idx = number
+        assert stack_depth(numbered) == 8

@@ -1,0 +1,83 @@
+"""The command line: parse, run one subcommand, print its answer.
+
+Exit codes: 0, or 1 if a check failed or the model is refused, or 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from rich.console import Console
+
+from zerofx.cli import completion, plan
+from zerofx.cli.command import Answer, Command
+from zerofx.cli.progress import Progress
+from zerofx.errors import ConfigError, ZeroFxError
+
+COMMANDS: tuple[Command, ...] = (
+    plan.COMMAND,
+    Command("completion", completion.SUMMARY, completion.configure, completion.run),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole tree of arguments."""
+    parser = argparse.ArgumentParser(prog="zerofx", description="ZeRO as a compiler pass.")
+    parser.add_argument("--version", action="version", version=f"zerofx {version('zerofx')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(command.name, help=command.summary, description=command.summary)
+        sub.add_argument("--json", action="store_true", help="print data instead of text")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        command.configure(sub)
+        sub.set_defaults(run=command.run, parser=parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Returns:
+        The exit code; usage errors leave through `SystemExit(2)` as argparse does.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        with Progress(Console(stderr=True)) as progress:
+            answer: Answer = args.run(args, progress)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        print(_block(args.command, error, args.debug), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    _print(answer, as_json=args.json)
+    return 0 if answer.ok else 1
+
+
+def _print(answer: Answer, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer.data, indent=2))
+        return
+    console = Console()
+    for each in answer.text:
+        # Scripts and shells read unstyled text whole: it is never wrapped or marked up.
+        if isinstance(each, str):
+            console.print(each, markup=False, highlight=False, soft_wrap=True)
+        else:
+            console.print(each)
+
+
+def _block(command: str, error: Exception, debug: bool) -> str:
+    if isinstance(error, ZeroFxError):
+        return f"zerofx {command}: {error}"
+    lines = [f"zerofx {command}: {type(error).__name__}: {str(error).strip()}"]
+    if not debug:
+        lines.append("Remedy: run it again with --debug to see where")
+    return "\n".join(lines)

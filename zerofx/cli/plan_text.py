@@ -1,0 +1,154 @@
+"""`zerofx plan` in words: a table of stages, the formulas behind it, and which stage to use."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import sympy
+from rich.console import RenderableType
+from rich.table import Table
+
+from zerofx.cli.units import show_bytes, show_count, show_seconds
+from zerofx.cost.memory import Precision, formula, wire_formula
+from zerofx.frontend.planner import Plan, StagePlan
+
+B: Any = sympy.Symbol("B", positive=True)
+"""Micro-batch size of a rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What was asked for.
+
+    Attributes:
+        target: the model, as it was written.
+        num_ranks: W.
+        batch: micro-batch size.
+        length: S.
+        memory_bytes: of a device; `None` if nobody asks whether it fits.
+        precision: of parameters and optimizer.
+    """
+
+    target: str
+    num_ranks: int
+    batch: int
+    length: int
+    memory_bytes: int | None
+    precision: Precision
+
+
+def best_stage(plan: Plan, asked: Question) -> int | None:
+    """The lowest stage that fits; `None` if none does."""
+    if asked.memory_bytes is None:
+        return None
+    peaks = {stage: each.forecast.peak(asked.batch).total for stage, each in plan.stages.items()}
+    return next((s for s, peak in sorted(peaks.items()) if peak <= asked.memory_bytes), None)
+
+
+def as_data(plan: Plan, asked: Question) -> dict[str, Any]:
+    """For `--json`: bytes and seconds."""
+    return {
+        "target": asked.target,
+        "num_params": plan.num_params,
+        "world_size": asked.num_ranks,
+        "batch": asked.batch,
+        "length": asked.length,
+        "precision": asked.precision.name,
+        "device_memory_bytes": asked.memory_bytes,
+        "stage": best_stage(plan, asked),
+        "extrapolated_from_depths": list(plan.traced),
+        "stages": {str(s): _stage_data(each, asked) for s, each in plan.stages.items()},
+    }
+
+
+def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
+    """For people."""
+    num_params = show_count(plan.num_params)
+    shape = f"batch {asked.batch} × length {asked.length} a rank"
+    head = (
+        f"{asked.target}\nΨ = {num_params} parameters, W = {asked.num_ranks} ranks, {shape},\n"
+        f"{_precision(asked.precision)}\n"
+    )
+    notes = [
+        "GB are 10⁹ bytes, of the rank that holds most, at the moment when it does. In flight are\n"
+        "gathered values and messages; sent is a rank's traffic in one step.",
+    ]
+    if plan.traced:
+        few, more = plan.traced
+        notes.append(
+            f"Traced with {few} and {more} of its {plan.depth} equal blocks and extrapolated "
+            "node by node;\n--whole traces all of them."
+        )
+    return (
+        head,
+        _table(plan, asked),
+        "\n".join(notes),
+        _formulas(plan, asked),
+        _advice(plan, asked),
+    )
+
+
+def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
+    peak = plan.forecast.peak(asked.batch)
+    fixed, slope = plan.forecast.activations(asked.batch)
+    states = formula(plan.stage, asked.precision)
+    out: dict[str, Any] = {
+        "peak_bytes": peak.total,
+        **dataclasses.asdict(peak),
+        "activations_per_batch": [fixed, slope],
+        "states_formula": str(states.total),
+        "sent_bytes": plan.sent_bytes,
+        "step_seconds": plan.times.step,
+        **{f"{name}_seconds": value for name, value in dataclasses.asdict(plan.times).items()},
+    }
+    if asked.memory_bytes is not None:
+        out["largest_batch"] = plan.forecast.largest_batch(asked.memory_bytes)
+    return out
+
+
+def _table(plan: Plan, asked: Question) -> Table:
+    columns = ["stage", "params", "grads", "optim.", "activ.", "in flight", "peak", "sent", "step"]
+    columns += ["batch ≤"] if asked.memory_bytes is not None else []
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "stage" else "right", no_wrap=True)
+    for stage, each in sorted(plan.stages.items()):
+        peak = each.forecast.peak(asked.batch)
+        sizes = (peak.params, peak.grads, peak.optimizer, peak.activations)
+        row = [f"zero{stage}", *map(show_bytes, sizes), show_bytes(peak.gathered + peak.messages)]
+        row += [show_bytes(peak.total), show_bytes(each.sent_bytes), show_seconds(each.times.step)]
+        if asked.memory_bytes is not None:
+            row.append(str(each.forecast.largest_batch(asked.memory_bytes) or "none"))
+        table.add_row(*row)
+    return table
+
+
+def _formulas(plan: Plan, asked: Question) -> str:
+    lines = ["bytes in Ψ, W and the batch size B:"]
+    for stage, each in sorted(plan.stages.items()):
+        states = formula(stage, asked.precision)
+        fixed, slope = each.forecast.activations(asked.batch)
+        linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"
+        sent = sympy.factor(wire_formula(stage, asked.precision))
+        total = sympy.expand(states.total)
+        lines.append(f"  zero{stage}  states {total}, activations {linear}, sent {sent}")
+    return "\n".join(lines)
+
+
+def _advice(plan: Plan, asked: Question) -> str:
+    if asked.memory_bytes is None:
+        return "Say --memory 80GB to learn which stage fits."
+    stage = best_stage(plan, asked)
+    size = show_bytes(asked.memory_bytes)
+    if stage is not None:
+        return f'Use backend="zero{stage}": the lowest stage that fits into {size}.'
+    most = max(each.forecast.largest_batch(asked.memory_bytes) for each in plan.stages.values())
+    remedy = f"a batch of at most {most}" if most else "more ranks, checkpointing, a shorter length"
+    return f"No stage fits into {size}: it takes {remedy}."
+
+
+def _precision(precision: Precision) -> str:
+    if precision.name == "fp32":
+        return "fp32 with AdamW (4+4+8 bytes a parameter)"
+    return "mixed precision with AdamW (2+2+12 bytes a parameter)"

@@ -1,0 +1,96 @@
+"""Sizes, rates and speeds as people write them.
+
+Powers of ten unless written with an i: `80GB` is 80·10⁹ bytes, `80GiB` 80·2³⁰.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_PREFIX = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*"
+_SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(b?)", re.I)
+_RATE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(bits?|bytes?|b)?(?:/s|ps)?", re.I)
+_SPEED = re.compile(_NUMBER + r"([kmgtp]?)(?:flops?)?(?:/s)?", re.I)
+
+
+def size(text: str) -> int:
+    """Bytes of `80GB`, `16 GiB`, `24e9`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size.
+    """
+    match = _match(_SIZE, text, "a size such as 80GB, 80GiB or 24e9")
+    return int(_scaled(match[1], match[2], binary=bool(match[3])))
+
+
+def rate(text: str) -> float:
+    """Bytes per second of `25GB/s`, `100gbit`, `100Gbit/s`, `12.5e9`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no rate.
+    """
+    match = _match(_RATE, text, "a rate such as 25GB/s, 100gbit or 12.5e9")
+    bits = (match[4] or "").lower().startswith("bit")
+    return _scaled(match[1], match[2], binary=bool(match[3])) / (8 if bits else 1)
+
+
+def speed(text: str) -> float:
+    """Operations per second of `312T`, `312 TFLOPS`, `5e10`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no speed.
+    """
+    match = _match(_SPEED, text, "a speed such as 312T or 5e10")
+    return _scaled(match[1], match[2], binary=False)
+
+
+def show_bytes(count: float) -> str:
+    """`31.4 GB`: three digits, powers of ten as in the ZeRO paper."""
+    return _shown(count, "B")
+
+
+def show_count(count: float) -> str:
+    """`7.50 B` of parameters, in the paper's letters."""
+    for letter, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= factor:
+            return f"{_digits(count / factor)} {letter}"
+    return str(int(count))
+
+
+def show_seconds(seconds: float) -> str:
+    """`12.3 ms`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{_digits(seconds / factor)} {unit}"
+    return f"{_digits(seconds / 1e-6)} µs"
+
+
+def _shown(count: float, unit: str) -> str:
+    for prefix in ("P", "T", "G", "M", "k"):
+        factor = 1000.0 ** _PREFIX[prefix.lower()]
+        if count >= factor:
+            return f"{_digits(count / factor)} {prefix}{unit}"
+    return f"{int(count)} {unit}"
+
+
+def _digits(value: float) -> str:
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
+
+
+def _match(pattern: re.Pattern[str], text: str, wanted: str) -> re.Match[str]:
+    match = pattern.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return match
+
+
+def _scaled(number: str, prefix: str, *, binary: bool) -> float:
+    try:
+        value = float(number)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{number!r} is not a number") from error
+    return value * (1024.0 if binary else 1000.0) ** _PREFIX[prefix.lower()]

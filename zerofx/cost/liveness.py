@@ -1,0 +1,300 @@
+"""What executing a program allocates, and the most of it that lives at once.
+
+Counted as `zerofx.runtime` allocates: a value dies after its last reader, views keep what they
+view, full gradients live until their reduction is waited for, and collectives take memory of their
+own where small members are packed or parts of other ranks are received. Gathered values come from a
+pool, which keeps what it once needed, so they are counted apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from zerofx.cost.comm import Algorithms
+from zerofx.cost.compute import value_bytes
+from zerofx.cost.fusion import values_inside_kernels
+from zerofx.ir.facts import Role, facts
+from zerofx.ir.ops import (
+    FREE,
+    KEEP,
+    PROGRAM_OPS,
+    REDUCE_START,
+    REDUCE_WAIT,
+    UNSHARD_START,
+    UNSHARD_WAIT,
+    gradients,
+    is_call,
+    started_by,
+    waits_of,
+)
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec, Region
+from zerofx.ir.view import aliased_inputs, positions
+
+Rows = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport:
+    """How the runtime moves bytes, as far as memory is concerned.
+
+    Attributes:
+        algorithms: which calls move a bucket.
+        recycles: reduced gradients reuse their memory step by step (CPU): it is never free.
+    """
+
+    algorithms: Algorithms
+    recycles: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a forward leaves behind.
+
+    Attributes:
+        values: bytes of each distinct piece of memory, by number.
+        piece: which of them a saved value lies in, by name of its node.
+        lasting: pieces that the caller holds until the step ends: inputs and results of the model.
+        kept: parameters whose full values stay in the pool.
+    """
+
+    values: Mapping[int, int]
+    piece: Mapping[str, int]
+    lasting: frozenset[int]
+    kept: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What is live while each node of a program runs; parameters at rest are not in it.
+
+    Attributes:
+        nodes: names of what computes, in execution order; communication in between is one `CUT`.
+        blocks: of each, the block of the model that is being computed: `layers.3`, or empty.
+        live: a row each, and in it bytes of activations (inputs included), of full and reduced
+            gradients, of collectives under way, and of gathered values; int64 `[nodes, 4]`.
+    """
+
+    nodes: tuple[str, ...]
+    blocks: tuple[str, ...]
+    live: Rows
+
+
+CUT = "communication"
+"""Name of all communication between two kernels."""
+
+_BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
+_NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
+
+
+def live_bytes(
+    program: Program, transport: Transport, *, fused: bool, before: Held = _NOTHING_HELD
+) -> Curve:
+    """What is live at each node of a program that went through all passes.
+
+    Args:
+        program: forward or backward, in execution order.
+        transport: how the runtime moves bytes.
+        fused: whether kernels are fused, as Inductor does.
+        before: of a backward program, what forward left behind.
+    """
+    return _Ledger(program, transport, fused, before).walk()
+
+
+def held_after(forward: Program, transport: Transport, *, fused: bool) -> Held:
+    """What `forward` leaves for its backward, and for the caller."""
+    ledger = _Ledger(forward, transport, fused, _NOTHING_HELD)
+    number: dict[fx.Node, int] = {}
+    piece: dict[str, int] = {}
+    lasting: set[int] = set()
+    returned = forward.outputs[: forward.num_user_outputs]
+    inputs = forward.graph.find_nodes(op="placeholder")
+    for value in (*inputs, *forward.outputs):
+        for owner in ledger.owners[value] if isinstance(value, fx.Node) else ():
+            if owner in ledger.size:
+                place = number.setdefault(owner, len(number))
+                piece[value.name] = place
+                if owner.op == "placeholder" or value in returned:
+                    lasting.add(place)
+    kept = frozenset(facts(node).param for node in forward.calls(KEEP))
+    values = {place: ledger.size[owner] for owner, place in number.items()}
+    return Held(values, piece, frozenset(lasting), kept)
+
+
+class _Ledger:
+    """Sizes, owners and lifetimes of everything that a program allocates.
+
+    Attributes:
+        owners: the nodes whose memory a value lies in, or is computed from inside a kernel.
+        size: bytes that a node allocates; nodes that allocate nothing are missing.
+    """
+
+    def __init__(self, program: Program, transport: Transport, fused: bool, before: Held) -> None:
+        self._program = program
+        self._transport = transport
+        self._before = before
+        self._place = positions(program.graph)
+        self._inside = values_inside_kernels(program.graph) if fused else set[fx.Node]()
+        self._first_of_piece: dict[int, fx.Node] = {}
+        self.owners: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.size: dict[fx.Node, int] = {}
+        for node in program.graph.nodes:
+            self.owners[node] = (node,)
+            if node.op == "placeholder":
+                self._enter_input(node)
+            elif node.op == "call_function" and node.target not in PROGRAM_OPS:
+                self._enter(node)
+
+    def walk(self) -> Curve:
+        """Add up over the program."""
+        dies = self._deaths()
+        starts = self._program.calls(REDUCE_START)
+        of_grads = {o for start in starts for g in gradients(start) for o in self.owners[g]}
+        values, read = self._before.values, self._first_of_piece
+        unread = sum(size for place, size in values.items() if place not in read)
+        kept = sum(self._program.params[name].full_bytes for name in self._before.kept)
+        live = np.array([unread, 0, 0, kept], dtype=np.int64)
+        points: list[tuple[str, str, Rows]] = []
+        block = ""
+        for node in self._program.graph.nodes:
+            live[int(node in of_grads)] += self._allocated_at(node)
+            live[1:] += (self._reduced_at(node), self._message_at(node), self._gathered_at(node))
+            if node.op != "placeholder":
+                block = _block_of(node, block)
+                _note(points, CUT if node.target in PROGRAM_OPS else node.name, block, live)
+            for owner in dies.get(node, ()):
+                live[int(owner in of_grads)] -= self.size[owner]
+            live[2:] -= (self._message_until(node), self._freed_at(node))
+        names, blocks, rows = zip(*points, strict=True)
+        return Curve(names, blocks, np.stack(rows))
+
+    def _enter_input(self, node: fx.Node) -> None:
+        place = self._before.piece.get(node.name)
+        if place is not None:
+            first = self._first_of_piece.setdefault(place, node)
+            self.owners[node] = (first,)
+            self.size[first] = self._before.values[place]
+        elif facts(node).role not in (Role.SHARD, Role.BUFFER, Role.MESH):
+            self.size[node] = value_bytes(node.meta.get("val"))
+
+    def _enter(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        viewed = aliased_inputs(node)
+        if _is_item(node) and not aliased_inputs(node.all_input_nodes[0]):
+            self.size[node] = value_bytes(value)  # outputs of one kernel live each on its own
+        elif viewed or node in self._inside:
+            sources = viewed[:1] or node.all_input_nodes
+            found = dict.fromkeys(owner for each in sources for owner in self.owners[each])
+            self.owners[node] = tuple(found)
+        elif not (isinstance(value, (tuple, list)) and any(map(_is_item, node.users))):
+            self.size[node] = value_bytes(value)
+
+    def _allocated_at(self, node: fx.Node) -> int:
+        if _is_item(node):
+            return 0
+        own = [node, *(user for user in node.users if _is_item(user))]
+        return sum(self.size.get(each, 0) for each in own)
+
+    def _deaths(self) -> dict[fx.Node, list[fx.Node]]:
+        """What dies after each node."""
+        last: dict[fx.Node, fx.Node] = {owner: owner for owner in self.size}
+        for node in self._program.graph.nodes:
+            for source in node.all_input_nodes:
+                last.update(dict.fromkeys(self.owners[source], node))
+        for start in self._program.calls(REDUCE_START):
+            waits = waits_of(start)
+            for owner in {o for grad in gradients(start) for o in self.owners[grad]}:
+                last[owner] = max(last[owner], *waits[:1], key=self._place.__getitem__)
+        dies: dict[fx.Node, list[fx.Node]] = {}
+        for owner in self.size:
+            if last[owner].op != "output" and not self._lasts(owner):
+                dies.setdefault(last[owner], []).append(owner)
+        return dies
+
+    def _lasts(self, owner: fx.Node) -> bool:
+        """Whether the caller holds it all the time."""
+        if owner.op != "placeholder":
+            return False
+        if self._program.region is Region.BACKWARD:
+            return self._before.piece.get(owner.name) in self._before.lasting
+        return True
+
+    def _gathered_at(self, node: fx.Node) -> int:
+        if not is_call(node, UNSHARD_START):
+            return 0
+        found = [s for s in self._specs(node) if s.name not in self._before.kept]
+        return sum(spec.full_bytes for spec in found if spec.layout.temporary)
+
+    def _freed_at(self, node: fx.Node) -> int:
+        spec = self._program.spec(node) if is_call(node, FREE) else None
+        return spec.full_bytes if spec is not None else 0
+
+    def _reduced_at(self, node: fx.Node) -> int:
+        """Reduced gradients that a reduction allocates; they last until `zero_grad`."""
+        if not is_call(node, REDUCE_START):
+            return 0
+        reduced = [
+            s for s in self._specs(node) if not (self._transport.recycles and s.layout.sharded)
+        ]
+        return sum(math.prod(s.shard_shape(0)) * s.dtype.itemsize for s in reduced)
+
+    def _message_at(self, node: fx.Node) -> int:
+        """Memory of the collective that starts here."""
+        specs = self._specs(node)
+        shards = specs[0].layout.num_shards if specs else 1
+        ways, limit = self._transport.algorithms, self._transport.algorithms.pack_bytes
+        if shards == 1:
+            return 0
+        if is_call(node, UNSHARD_START):
+            small = [s.full_bytes for s in specs if s.full_bytes // shards <= limit]
+            packed = sum(small) if len(small) > 1 and specs[0].layout.temporary else 0
+            return packed + packed // shards
+        small = [s.full_bytes for s in specs if s.full_bytes <= limit]
+        packed = sum(small) if len(small) > 1 else 0
+        received = max(0, shards - 2) * sum(s.full_bytes for s in specs) // shards
+        return packed + (received if ways.reduce_scatter == "point_to_point" else 0)
+
+    def _message_until(self, node: fx.Node) -> int:
+        """Memory of the collective whose first wait this is."""
+        if not is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
+            return 0
+        start = started_by(node)
+        return self._message_at(start) if waits_of(start)[0] is node else 0
+
+    def _specs(self, node: fx.Node) -> list[ParamSpec]:
+        if not is_call(node, UNSHARD_START, REDUCE_START):
+            return []
+        params = self._program.params
+        return [params[name] for name in facts(node).members if name in params]
+
+
+def _block_of(node: fx.Node, previous: str) -> str:
+    """The outermost numbered module of a node; nodes of none lie where the one before does."""
+    path = facts(node).module if node.target not in PROGRAM_OPS else ""
+    found = _BLOCK.match(path)
+    if found:
+        return found[0]
+    return "" if path else previous
+
+
+def _note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows) -> None:
+    """One point more; communication between two kernels is one point, at its own peak."""
+    now = live.copy()
+    if name == CUT and points and points[-1][0] == CUT:
+        _, _, before = points.pop()
+        higher, lower = (now, before) if now[:3].sum() > before[:3].sum() else (before, now)
+        now = higher.copy()
+        now[3] = max(higher[3], lower[3])
+    points.append((name, block, now))
+
+
+def _is_item(node: Any) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"

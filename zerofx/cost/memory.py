@@ -1,0 +1,119 @@
+"""What a rank holds: model states in closed form, and exactly for given parameters.
+
+The closed form is that of ZeRO (arXiv 1910.02054, §3.1 and figure 1): with Ψ parameters of which
+each costs p bytes as a value, g as a gradient and o in the optimizer, on W ranks
+
+    stage 0   (p + g + o) Ψ                 stage 2   p Ψ + (g + o) Ψ/W
+    stage 1   (p + g) Ψ + o Ψ/W             stage 3   (p + g + o) Ψ/W
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import sympy
+
+from zerofx.ir.spec import ParamSpec
+
+PSI: Any = sympy.Symbol("Ψ", positive=True)
+"""Number of parameters."""
+W: Any = sympy.Symbol("W", positive=True)
+"""Number of ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Bytes of one parameter in each of its forms.
+
+    Attributes:
+        name: what to call it.
+        param: the value that the model computes with.
+        grad: the gradient.
+        optimizer: everything that only the optimizer reads, master weights included.
+    """
+
+    name: Literal["fp32", "mixed"]
+    param: int
+    grad: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of a parameter that nobody shares."""
+        return self.param + self.grad + self.optimizer
+
+
+FP32_ADAM = Precision("fp32", 4, 4, 8)
+"""Adam on fp32 parameters: two moments."""
+MIXED_ADAM = Precision("mixed", 2, 2, 12)
+"""16-bit values and gradients; fp32 master weights and two moments (ZeRO §3.1)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Bytes of model states on one rank, or expressions of Ψ and W for them.
+
+    Attributes:
+        params: parameter values between steps.
+        grads: gradients after a backward.
+        optimizer: optimizer state and master weights.
+    """
+
+    params: Any
+    grads: Any
+    optimizer: Any
+
+    @property
+    def total(self) -> Any:
+        """All of it."""
+        return self.params + self.grads + self.optimizer
+
+
+def formula(stage: int, precision: Precision) -> States:
+    """Model states in Ψ and W, without padding.
+
+    Stage 1 holds all full gradients until backward ends, which is what the paper counts.
+    """
+    share = PSI / W
+    return States(
+        precision.param * (share if stage > 2 else PSI),
+        precision.grad * (share if stage > 1 else PSI),
+        precision.optimizer * (share if stage > 0 else PSI),
+    )
+
+
+def evaluate(expression: Any, num_params: float, num_ranks: int) -> float:
+    """The value of an expression in Ψ and W."""
+    return float(expression.subs({PSI: num_params, W: num_ranks}))
+
+
+def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
+    """Bytes on the rank that holds most (the first), padding included, after a backward.
+
+    Values, gradients and, without master weights, moments have the dtype of the parameter.
+    Gradients are sharded then at every stage but 0. Frozen parameters have neither gradients
+    nor optimizer state.
+    """
+    params = grads = optimizer = 0
+    for spec in specs:
+        own = spec.shard_shape(0).numel()
+        if not spec.layout.sharded:
+            held = spec.numel
+        elif spec.layout.resident:
+            held = spec.padded_numel
+        else:
+            held = spec.chunk_rows * spec.row_numel
+        params += held * spec.dtype.itemsize
+        if spec.trainable:
+            grads += own * spec.dtype.itemsize
+            moments = 2 * spec.dtype.itemsize
+            optimizer += own * (precision.optimizer if precision.name == "mixed" else moments)
+    return States(params, grads, optimizer)
+
+
+def wire_formula(stage: int, precision: Precision) -> Any:
+    """Bytes that a rank sends per step, in Ψ and W (ZeRO §7): 2Ψ, and 3Ψ at stage 3."""
+    times = 3 if stage == 3 else 2
+    return times * precision.param * PSI * (W - 1) / W

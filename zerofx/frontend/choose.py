@@ -1,0 +1,133 @@
+"""`backend="zero"`: the lowest stage that fits, by the plan of the model at hand."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from zerofx.config import Stage, ZeroConfig
+from zerofx.cost.comm import algorithms_for
+from zerofx.cost.forecast import Forecast
+from zerofx.cost.lines import line_of
+from zerofx.cost.liveness import Transport, held_after, live_bytes
+from zerofx.cost.memory import FP32_ADAM
+from zerofx.errors import ShardingError
+from zerofx.frontend.planner import resident_of
+from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
+from zerofx.torch_private import backend_of, default_store
+
+_log = logging.getLogger(__name__)
+_choices = itertools.count()
+_STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+
+
+def choose_stage(
+    module: fx.GraphModule, inputs: Sequence[Any], root: nn.Module, config: ZeroConfig
+) -> Stage:
+    """The lowest stage whose predicted memory fits every rank; 3, with a warning, if none does.
+
+    Rank 0 decides, from its own graph and the least memory of all ranks; the others take its word
+    from the process group's store. Every rank must call it.
+
+    Args:
+        module: Dynamo's graph of the plain model.
+        inputs: its real inputs.
+        root: the model.
+        config: options; the stage does not count.
+
+    Raises:
+        ShardingError: rank 0 failed.
+    """
+    device = next(root.parameters()).device
+    if not dist.is_available() or not dist.is_initialized():
+        return 0  # sharding will say what is missing
+    key, store = f"zerofx/choice/{next(_choices)}", default_store()
+    num_ranks = 1 if dist.get_backend() == "fake" else dist.get_world_size()
+    mine = [socket.gethostname(), _memory_bytes(device, config), device.type == "cpu"]
+    store.set(f"{key}/{dist.get_rank() % num_ranks}", json.dumps(mine))
+    if dist.get_rank() % num_ranks:
+        answer = store.get(key).decode()
+        if not answer.isdigit():
+            raise ShardingError(f"rank 0 could not choose a stage: {answer}", "see its own error")
+        return cast(Stage, int(answer))
+    try:
+        offers = [json.loads(store.get(f"{key}/{rank}")) for rank in range(num_ranks)]
+        room = least_memory(offers, given=config.device_memory is not None)
+        stage = _decide(rehearse_graph(module, inputs, root, inner=config.inner), config, room)
+    except Exception as error:
+        store.set(key, f"{type(error).__name__}: {error}")
+        raise
+    store.set(key, str(stage))
+    return stage
+
+
+def least_memory(offers: Sequence[tuple[str, int, bool]], *, given: bool) -> int:
+    """Bytes of the rank that has least; CPU ranks of one host share its memory.
+
+    Args:
+        offers: of each rank its host, bytes of its device, and whether that is the host's memory.
+        given: the user said how much a rank may use.
+    """
+    neighbours = collections.Counter(host for host, _, _ in offers)
+    return min(
+        size // neighbours[host] if is_host and not given else size
+        for host, size, is_host in offers
+    )
+
+
+def predicted_peaks(
+    rehearsal: Rehearsal, config: ZeroConfig, num_ranks: int, transport: Transport
+) -> dict[Stage, int]:
+    """Bytes of a rank at the peak of a step, by stage, with AdamW."""
+    peaks: dict[Stage, int] = {}
+    for stage in _STAGES:
+        chosen = dataclasses.replace(config, stage=stage)
+        forward, backward = rehearsal.programs(chosen, num_ranks)
+        fused = config.inner == "inductor"
+        held = held_after(forward, transport, fused=fused)
+        laid = lay_out(rehearsal.params, chosen, num_ranks)
+        forecast = Forecast(
+            resident_of(laid, FP32_ADAM, rehearsal.buffer_bytes, transport),
+            line_of(live_bytes(forward, transport, fused=fused)),
+            line_of(live_bytes(backward, transport, fused=fused, before=held)),
+            (sum(held.values[piece] for piece in held.lasting), 0.0),
+        )
+        peaks[stage] = forecast.peak(1).total
+    return peaks
+
+
+def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
+    num_ranks = dist.get_world_size() if config.mesh is None else config.mesh.size()
+    group = dist.group.WORLD
+    assert group is not None
+    device = rehearsal.device
+    algorithms = algorithms_for(backend_of(group, device), device.type, num_ranks, num_ranks)
+    transport = Transport(algorithms, recycles=device.type == "cpu")
+    peaks = predicted_peaks(rehearsal, config, num_ranks, transport)
+    listed = ", ".join(f"zero{stage} {peak / 1e9:.3g} GB" for stage, peak in peaks.items())
+    fitting = [stage for stage, peak in peaks.items() if peak <= room]
+    if not fitting:
+        _log.warning("zero3, but no stage fits into %.3g GB: predicted %s", room / 1e9, listed)
+        return 3
+    _log.info("zero%d is the first to fit into %.3g GB: %s", fitting[0], room / 1e9, listed)
+    return fitting[0]
+
+
+def _memory_bytes(device: torch.device, config: ZeroConfig) -> int:
+    """What a rank may use on its device, the plain model's own memory included."""
+    if config.device_memory is not None:
+        return config.device_memory
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,103 @@
+"""From a plain model to forward and backward, on fake tensors: no ranks, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+
+from zerofx.errors import UnsupportedError
+from zerofx.torch_private import fake_mode, trace_apart
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+"""A partition function of AOTAutograd."""
+
+
+class _Cut(Exception):
+    """Carries the two halves out of AOTAutograd before anything is compiled."""
+
+    def __init__(self, halves: tuple[fx.GraphModule, fx.GraphModule]) -> None:
+        super().__init__("cut")
+        self.halves = halves
+
+
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph to be edited; facts, fake values and attributes are shared."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(module.graph, values)
+    graph.output(result).meta = dict(module.graph.output_node().meta)
+    return fx.GraphModule(module, graph)
+
+
+def dynamo_graph(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Dynamo's one graph of a call, and its inputs.
+
+    Raises:
+        UnsupportedError: Dynamo needs several graphs; it says where and why.
+    """
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append((module, inputs))
+        return module.forward
+
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(model, backend=record, fullgraph=True, dynamic=False)
+        compiled(*args, **kwargs)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} does not run as one graph: {_reason(error)}",
+            "a plan needs a forward that torch.compile(model, fullgraph=True) takes, and inputs "
+            "that fit it",
+        ) from error
+    finally:
+        torch.compiler.reset()
+    if not found:
+        raise UnsupportedError(
+            f"the forward of {type(model).__name__} computes nothing", "give it parameters to use"
+        )
+    return found[0]
+
+
+def cut_apart(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, *, inductor: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a Dynamo graph, traced on fake copies of its inputs.
+
+    Raises:
+        UnsupportedError: nothing in it is trainable.
+    """
+    mode = fake_mode()
+    with mode:
+        fakes = [_fake_copy(value) for value in inputs]
+
+    def carry_out(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Cut(partition(*args, **kwargs))
+
+    try:
+        trace_apart(module, fakes, mode, inductor=inductor, partition=carry_out)
+    except _Cut as cut:
+        return cut.halves
+    raise UnsupportedError("the model has no backward", "leave some parameters trainable")
+
+
+def _fake_copy(value: Any) -> Any:
+    """A fake tensor like `value`; sizes that Dynamo knows as symbols count as what they are now."""
+    if isinstance(value, torch.SymInt):
+        return value.node.hint
+    if not isinstance(value, Tensor):
+        return value
+    shape, stride = ([_fake_copy(n) for n in sizes] for sizes in (value.shape, value.stride()))
+    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n  ".join(lines[:12]) or type(error).__name__

@@ -1,0 +1,231 @@
+"""What a step will hold, send and take, for any stage and any number of ranks.
+
+The programs are the real ones (`zerofx.frontend.rehearsal`); nothing of the model is materialised.
+A deep stack of equal blocks is traced at two depths and extrapolated (`zerofx.cost.lines`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.config import ZeroConfig
+from zerofx.cost.comm import algorithms_for
+from zerofx.cost.compute import Roofline
+from zerofx.cost.forecast import Forecast, Resident
+from zerofx.cost.lines import NotAlikeError
+from zerofx.cost.link import Link
+from zerofx.cost.liveness import Transport
+from zerofx.cost.memory import Precision, states
+from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
+from zerofx.frontend.stacks import shorten, stack_depth
+from zerofx.frontend.views import Times, View, grow, look
+from zerofx.ir.spec import ParamSpec
+from zerofx.torch_private import fake_mode
+
+Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
+"""One batch, for `(batch size, length)`."""
+
+_SHALLOW = (3, 4)
+_BUCKET_BYTES, _SHARE = 16 << 20, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where the model will train.
+
+    Attributes:
+        device: `cuda` or `cpu`: which collectives the runtime uses, and what it reuses.
+        roofline: of one device.
+        link: between ranks.
+    """
+
+    device: str
+    roofline: Roofline
+    link: Link
+
+    @property
+    def transport(self) -> Transport:
+        """How the runtime will move bytes."""
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        return Transport(algorithms_for(backend, self.device, 2, 2), recycles=self.device == "cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+        stage: ZeRO stage.
+        forecast: memory as a function of the batch size.
+        times: of a step with the batch size that was asked for.
+        sent_bytes: that a rank sends per step.
+    """
+
+    stage: int
+    forecast: Forecast
+    times: Times
+    sent_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Some stages of one model.
+
+    Attributes:
+        num_params: Ψ.
+        depth: blocks in the model's stack, if it was extrapolated; else 0.
+        traced: depths that were traced, if so.
+        stages: the plans, by stage.
+    """
+
+    num_params: int
+    depth: int
+    traced: tuple[int, ...]
+    stages: Mapping[int, StagePlan]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Makes plans of one model.
+
+    Attributes:
+        build: makes the model; called within a fake mode.
+        inputs: makes its inputs.
+        config: options but for the stage.
+        machine: where it will train.
+        precision: of parameters and optimizer.
+        num_ranks: W.
+        batch: micro-batch size of a rank.
+        length: S of the inputs.
+        whole: trace the whole depth, however deep.
+        say: called with what begins.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Inputs
+    config: ZeroConfig
+    machine: Machine
+    precision: Precision
+    num_ranks: int
+    batch: int
+    length: int
+    whole: bool = False
+    say: Callable[[str], None] = lambda what: None
+
+    def plan(self, stages: Sequence[int] = (0, 1, 2, 3)) -> Plan:
+        """Trace the model, and look at each stage.
+
+        Raises:
+            UnsupportedError: the model does not trace as one graph.
+        """
+        self.say("building the model")
+        with fake_mode():
+            model = self._model(0)
+        params = describe_params(model)
+        depth = 0 if self.whole else stack_depth(model)
+        buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+        deep = depth > _SHALLOW[-1]
+        try:
+            views = self._views(params, stages, depth if deep else 0)
+        except NotAlikeError:
+            if not deep:
+                raise
+            deep = False  # its blocks are not alike after all
+            views = self._views(params, stages, 0)
+        plans = {stage: self._stage_plan(stage, views[stage], params, buffers) for stage in stages}
+        num_params = sum(spec.numel for spec in params)
+        return Plan(num_params, depth if deep else 0, _SHALLOW if deep else (), plans)
+
+    def _model(self, depth: int) -> nn.Module:
+        model = self.build()
+        if self.precision.name == "mixed":
+            _cast(model, torch.bfloat16)
+        if depth:
+            shorten(model, depth)
+        return model
+
+    def _views(
+        self, params: Iterable[ParamSpec], stages: Sequence[int], depth: int
+    ) -> dict[int, View]:
+        """Each stage's programs; at `depth` blocks, or as the model is if that is 0."""
+        config = self._with_bucket_size(params)
+        if not depth:
+            return self._at_depth(config, stages, 0)
+        few, more = (self._at_depth(config, stages, each) for each in _SHALLOW)
+        return {stage: grow(few[stage], more[stage], (*_SHALLOW, depth)) for stage in stages}
+
+    def _at_depth(self, config: ZeroConfig, stages: Sequence[int], depth: int) -> dict[int, View]:
+        # Programs of one sample may differ from all others: sizes of 1 drop out.
+        batch = max(2, self.batch)
+        where = f"{depth} blocks" if depth else "the model"
+        rehearsals = []
+        for size in (batch, batch + 1):
+            self.say(f"tracing {where} at batch size {size}")
+            model = functools.partial(self._model, depth)
+            inputs = functools.partial(self.inputs, size, self.length)
+            rehearsals.append(rehearse_model(model, inputs, config.inner))
+        views: dict[int, View] = {}
+        for stage in stages:
+            self.say(f"running the passes of stage {stage} on {where}")
+            chosen = dataclasses.replace(config, stage=stage)  # pyright: ignore[reportArgumentType]
+            programs = [each.programs(chosen, self.num_ranks) for each in rehearsals]
+            fused = config.inner == "inductor"
+            views[stage] = look(*programs, batch, self.batch, self.machine, fused=fused)
+        return views
+
+    def _with_bucket_size(self, params: Iterable[ParamSpec]) -> ZeroConfig:
+        """What the whole model's buckets would be, for shallow ones too."""
+        if self.config.bucket_bytes is not None:
+            return self.config
+        whole = sum(spec.numel * spec.dtype.itemsize for spec in params)
+        size = min(_BUCKET_BYTES, whole // _SHARE)
+        return dataclasses.replace(self.config, bucket_bytes=size)
+
+    def _stage_plan(
+        self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int
+    ) -> StagePlan:
+        config = dataclasses.replace(self.config, stage=stage)  # pyright: ignore[reportArgumentType]
+        laid = lay_out(params, config, self.num_ranks)
+        resident = resident_of(laid, self.precision, buffers, self.machine.transport)
+        forecast = Forecast(resident, view.forward, view.backward, view.lasting)
+        # Its step reads values, gradients and state, and writes values and state.
+        held = resident.states
+        shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
+        moved = 2 * (shards + held.optimizer) + held.grads
+        update = moved / self.machine.roofline.bytes_per_second
+        times = dataclasses.replace(view.times, update=update)
+        return StagePlan(stage, forecast, times, view.sent_bytes)
+
+
+def resident_of(
+    laid: Sequence[ParamSpec], precision: Precision, buffers: int, transport: Transport
+) -> Resident:
+    """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
+
+    Args:
+        laid: the parameters with the layouts of a stage.
+        precision: of parameters and optimizer.
+        buffers: bytes of the model's buffers.
+        transport: how the runtime moves bytes.
+    """
+    fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
+    # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
+    step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
+    keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
+    return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give fp32 parameters another dtype; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.dtype is torch.float32 and id(param) not in made:
+                made[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+            if id(param) in made:
+                setattr(module, name, made[id(param)])

@@ -1,0 +1,171 @@
+"""The real pipeline without ranks: a model's programs for any stage and any number of ranks.
+
+A model is traced and cut once, on fake tensors: parameters stand for shards of unknown owners, so
+nothing depends on a stage or a process group, and no memory is taken. For each stage and world size
+the two halves are copied and go through the passes that `Capture` would run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zerofx.config import Inner, ZeroConfig
+from zerofx.errors import UnsupportedError
+from zerofx.frontend.annotate import GraphInputs
+from zerofx.frontend.capture import Capture
+from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.joint import copy_module, dynamo_graph
+from zerofx.frontend.reads import read_plain
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Layout, ParamSpec
+from zerofx.passes.base import run_passes
+from zerofx.passes.pipelines import pipeline
+from zerofx.torch_private import fake_mode
+
+_WHOLE, _SHARDED = 1, 2
+"""Handles of the layouts, which nobody opens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """A traced model, cut into forward and backward.
+
+    Attributes:
+        forward: program before any pass but those of the joint graph.
+        backward: likewise.
+        params: all parameters of the model; layouts are those of one rank.
+        buffer_bytes: of all buffers of the model.
+        device: of the parameters.
+        inner: whether it was traced for Inductor or for eager mode.
+    """
+
+    forward: Program
+    backward: Program
+    params: tuple[ParamSpec, ...]
+    buffer_bytes: int
+    device: torch.device
+    inner: Inner
+
+    def programs(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
+        """Forward and backward as they would run.
+
+        Args:
+            config: stage and options; `inner` is that of the rehearsal.
+            num_ranks: W.
+        """
+        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
+        passes = pipeline(config, _WHOLE)
+        made: list[Program] = []
+        for half in (self.forward, self.backward):
+            used = {name: params[name] for name in half.params}
+            module = copy_module(half.module)
+            program = dataclasses.replace(half, module=module, params=used, stage=config.stage)
+            run_passes(program, passes, check=False)
+            made.append(program)
+        return made[0], made[1]
+
+
+def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> list[ParamSpec]:
+    """Parameters as `config` lays them out on `num_ranks` ranks.
+
+    Raises:
+        UnsupportedError: the replicas do not divide the ranks.
+    """
+    whole, sharded = _layouts(config, num_ranks)
+    least = max(1, config.min_shard_numel)
+    return [
+        dataclasses.replace(
+            spec,
+            layout=sharded if spec.shape and spec.numel >= least and sharded.sharded else whole,
+        )
+        for spec in params
+    ]
+
+
+def describe_params(model: nn.Module) -> tuple[ParamSpec, ...]:
+    """The parameters of a plain model, in registration order."""
+    alone = Layout(_SHARDED, 2, 1, resident=False)
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return tuple(
+        ParamSpec(
+            names[id(param)][0],
+            index,
+            param.shape,
+            param.dtype,
+            param.requires_grad,
+            alone,
+            tuple(names[id(param)][1:]),
+        )
+        for index, param in enumerate(model.parameters())
+    )
+
+
+def rehearse_model(
+    build: Callable[[], nn.Module],
+    inputs: Callable[[], tuple[tuple[Tensor, ...], dict[str, Tensor]]],
+    inner: Inner = "inductor",
+) -> Rehearsal:
+    """Build and trace a model that takes no memory.
+
+    Args:
+        build: makes the model.
+        inputs: makes positional and named inputs of its forward.
+        inner: `inductor` or `eager`.
+
+    Raises:
+        UnsupportedError: the model is more than one graph to Dynamo; the message says where.
+    """
+    with fake_mode():
+        model = build()
+        args, kwargs = inputs()
+        module, values = dynamo_graph(model, args, kwargs)
+    return rehearse_graph(module, values, model, inner=inner)
+
+
+def rehearse_graph(
+    module: fx.GraphModule, inputs: Sequence[Any], root: nn.Module, *, inner: Inner
+) -> Rehearsal:
+    """Trace Dynamo's graph of a plain model on fake tensors; the graph is left as it is.
+
+    Args:
+        module: Dynamo's graph.
+        inputs: its inputs, real or fake; parameters are plain.
+        root: the model that owns the parameters.
+        inner: `inductor` or `eager`.
+    """
+    specs = describe_params(root)
+    spec_of = dict(zip(map(id, root.parameters()), specs, strict=True))
+    params = {place: spec_of[id(v)] for place, v in enumerate(inputs) if id(v) in spec_of}
+    owned = {id(buffer): name for name, buffer in root.named_buffers()}
+    buffers = {place: owned[id(v)] for place, v in enumerate(inputs) if id(v) in owned}
+    held = sum(math.prod(b.shape) * b.dtype.itemsize for b in root.buffers())
+    config = ZeroConfig(inner=inner, verify=False, dump="")
+    known = GraphInputs(params, buffers, ())
+    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE))
+    forward, backward = capture.cut(read_plain(module, params), inputs)
+    device = next(root.parameters()).device
+    return Rehearsal(forward, backward, specs, held, device, inner)
+
+
+def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
+    """Of replicated parameters, and of sharded ones."""
+    if config.mesh is not None:
+        replicas = config.mesh.size(0) if config.mesh.ndim == 2 else 1
+    else:
+        replicas = config.replicate
+    if num_ranks % replicas:
+        raise UnsupportedError(
+            f"{num_ranks} ranks cannot form replicate={replicas} equal groups",
+            "choose a divisor of the world size",
+        )
+    shards = num_ranks // replicas if config.stage > 0 else 1
+    sharded = Layout(_SHARDED, shards, num_ranks // shards, config.stage in (1, 2))
+    return Layout(_WHOLE, 1, num_ranks, False), sharded
