@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.plan --model benchmarks.compare.zoo:Llama
 
 Every rank calibrates itself right before it measures: how long its compiled segments take, how
-fast its memory and matrix products are, and what a collective costs. Two predictions follow from it: one
-with the times of the segments (a profile), and one with a roofline alone, as `zerofx plan` makes it.
-All ranks calibrate at the same time, as they train at the same time.
+fast its memory and matrix products are, and what a collective costs. Two predictions follow from
+it: one with the times of the segments (a profile), and one with a roofline alone, as `zerofx plan`
+makes it. All ranks calibrate at the same time, as they train at the same time.
 """
 
 from __future__ import annotations

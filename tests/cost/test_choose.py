@@ -27,7 +27,7 @@ def _peaks(ranks: int) -> dict[int, int]:
         lambda: ((torch.zeros(BATCH, LENGTH, dtype=torch.int64),), {}),
         "eager",
     )
-    transport = Transport(algorithms_for("gloo", "cpu"), recycles=True)
+    transport = Transport(algorithms_for("gloo", "cpu", ranks, ranks), recycles=True)
     return dict(predicted_peaks(rehearsal, ZeroConfig(**EAGER), ranks, transport))
 
 

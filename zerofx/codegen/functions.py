@@ -54,37 +54,35 @@ class _Kind:
     Attributes:
         axes: see `_axes`.
         sizes: 0 where they may vary: blocks, and chunks unless there is only one.
-        strides: 0 where they may vary: from source to source and from chunk to chunk.
         dtype: of the elements.
     """
 
     axes: str
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(operand: Tensor, axes: str) -> _Kind:
-        sizes = [0 if a in "cn" and s > 1 else s for s, a in zip(operand.shape, axes, strict=True)]
-        strides = [
-            0 if axis in "sc" or size == 1 else stride
-            for stride, axis, size in zip(operand.stride(), axes, sizes, strict=True)
-        ]
-        return _Kind(axes, tuple(sizes), tuple(strides), operand.dtype)
+        sizes = zip(operand.shape, axes, strict=True)
+        return _Kind(axes, tuple(0 if a in "cn" and s > 1 else s for s, a in sizes), operand.dtype)
 
 
 @cache
 def _compiled(
     kind: str, codec: Codec, out: Codec, kinds: tuple[_Kind, ...], device: torch.device
 ) -> Function:
-    """Compiled for operands of these kinds, by an example in which all that may vary differs."""
+    """Compiled for operands of these kinds, by an example in which all that may vary differs.
+
+    Strides vary too, or Inductor would join the axes of values that it copies, and no longer fuse
+    the copy with the arithmetic.
+    """
     sources = kinds[0].sizes[0] if kind != "pack" else 0
     primes = [prime for prime in (5, 7, 11) if prime != sources]
     varying, far = dict(zip("cn", primes, strict=False)), itertools.count(10_007, 2)
     examples = [
         torch.empty_strided(
             [size or varying[axis] for size, axis in zip(each.sizes, each.axes, strict=True)],
-            [stride or next(far) for stride in each.strides],
+            [next(far) for _ in each.axes[1:]] + [1] * bool(each.axes),
             dtype=each.dtype,
             device=device,
         )
