@@ -116,6 +116,11 @@ def _from_meta() -> None:
         model = Reset()
     zerofx.shard(model, sharded_by(3))
     bitwise(_values(model), _values(wanted))
+    before = _values(model)
+    with torch.device("meta"):
+        model.later = nn.Linear(9, 30)
+    zerofx.shard(model, sharded_by(3))
+    assert all(torch.equal(_values(model)[name], value) for name, value in before.items())
     with torch.device("meta"):
         model.own = nn.Parameter(torch.randn(9, 2))
         model.register_buffer("angles", torch.arange(9.0), persistent=False)
@@ -159,6 +164,14 @@ def _asked() -> None:
     real = torch.arange(3.0)
     with zerofx.meta_init(), refused("does not exist", kind=UnsupportedError):
         real.copy_(torch.ones(3))
+    with zerofx.meta_init(), refused("random numbers", kind=UnsupportedError):
+        torch.arange(3.0).normal_()
+    with zerofx.meta_init():
+        lost = nn.Module()
+        lost.a = nn.Parameter(torch.empty(3))
+        lost.b = copy.deepcopy(lost.a)
+    with refused("a (parameter)", "b (parameter)", kind=UnsupportedError):
+        zerofx.shard(lost, sharded_by(3))
     with zerofx.meta_init():
         one = nn.Linear(3, 3)
     with zerofx.meta_init():

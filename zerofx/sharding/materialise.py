@@ -126,17 +126,24 @@ def _tape_of(model: nn.Module) -> Tape | None:
 def _reset_tape(model: nn.Module, device: torch.device) -> Tape:
     """Record what resetting the modules does, in the order in which they were constructed."""
     tape = Tape(device)
+    empty = [module for module in _children_first(model) if _is_empty(module)]
     with recording(tape):
-        for module in _children_first(model):
+        for module in empty:
             reset = getattr(module, "reset_parameters", None)
             reset = reset or getattr(module, "_reset_parameters", None)
             if callable(reset):
                 reset()
         weights: Any = getattr(model, "_init_weights", None)
         if callable(weights) and hasattr(model, "init_weights"):
-            for module in _children_first(model):
+            for module in empty:
                 weights(module)
     return tape
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether nothing in `module` has memory, so that resetting it loses nothing."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and all(value.is_meta for value in tensors)
 
 
 def _children_first(model: nn.Module) -> Iterator[nn.Module]:

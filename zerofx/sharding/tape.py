@@ -114,8 +114,14 @@ class Tape:
         return Ref(key, storage.nbytes(), value.dtype, value.shape, stride, offset)
 
     def written(self) -> set[int]:
-        """Storages that are given values, and not only allocated."""
-        return {key for step in self.steps if step.gives_values for key in step.storages}
+        """Storages that are given values, and not only allocated, or copied from such."""
+        done: set[int] = set()
+        for step in filter(lambda step: step.gives_values, self.steps):
+            read = {ref.storage for ref in refs_in((step.args, step.kwargs))}
+            made = {ref.storage for ref in refs_in(step.results)} or read
+            if made & read or read <= done:
+                done |= made
+        return done
 
 
 def tape_of(value: Tensor) -> Tape | None:
@@ -138,6 +144,7 @@ class Recorder(DispatchMode):
             kwargs["device"] = torch.device("meta")
         mixed = list(tensors_in((args, kwargs)))
         if not any(map(_on_meta, mixed)) and not _is_meta(kwargs.get("device")):
+            _refuse_random(func, kwargs)
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise UnsupportedError(
@@ -196,6 +203,15 @@ class _WholeCalls(TorchFunctionMode):
 
 
 _IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _refuse_random(func: Any, kwargs: dict[str, Any]) -> None:
+    """Random numbers that are drawn at once would be those of what is only recorded."""
+    if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        raise UnsupportedError(
+            f"a constructor inside meta_init fills memory that exists with random numbers ({func})",
+            "make the tensor with torch.empty, zeros, ones, full or rand, or pass a generator",
+        )
 
 
 @contextlib.contextmanager
