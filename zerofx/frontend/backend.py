@@ -16,10 +16,15 @@ from zerofx.frontend import step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
+from zerofx.frontend.roots import (
+    find_missing_roots,
+    find_root,
+    refuse_late_casts,
+    refuse_running_wrappers,
+)
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
-from zerofx.sharding.shard import shard_model
+from zerofx.sharding.shard import session_of, shard_model
 from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
 
 step_guard.install()
@@ -87,7 +92,10 @@ def _shard_and_compile(
     refuse_running_wrappers()
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
     if plain:
-        shard_model(find_root(plain), config)
+        root = find_root(plain)
+        if session_of(root) is None:
+            refuse_late_casts(root, config)
+        shard_model(root, config)
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)

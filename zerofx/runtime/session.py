@@ -210,8 +210,15 @@ class Session:
         shard, replica = _axis_comms(self.mesh, self.device)
         stage, num_ranks = self.config.stage, self.world.size
         num_shards = shard.size if stage > 0 else 1
-        sharded = Layout(new_handle(), num_shards, num_ranks // num_shards, stage in (1, 2))
-        whole = Layout(new_handle(), 1, num_ranks, False)
+        wire = self.config.reduce_dtype
+        sharded = Layout(
+            new_handle(),
+            num_shards,
+            num_ranks // num_shards,
+            stage in (1, 2),
+            reduce_dtype=wire,
+        )
+        whole = Layout(new_handle(), 1, num_ranks, False, reduce_dtype=wire)
         everyone = self.world if num_ranks > 1 else None
         return (
             Domain(sharded, self, shard if num_shards > 1 else None, replica),
