@@ -28,6 +28,7 @@ from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
+from zerofx.runtime.overflow import mixed_gradients, share_overflow
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.watch import Watch
 from zerofx.torch_private import default_store
@@ -49,12 +50,14 @@ class Session:
         recycler: memory for reduced gradients.
         kept: those among them that forward left for backward.
         journal: the collectives issued so far.
+        scales_losses: something is computed in fp16, for which users scale losses.
     """
 
     def __init__(
         self, config: ZeroConfig, device: torch.device, copied: Session | None = None
     ) -> None:
         self.config = config
+        self.scales_losses = torch.float16 in (config.param_dtype, config.reduce_dtype)
         self.device = device
         self.mesh = _mesh(config, device) if copied is None else copied.mesh
         self.states: list[ParamState] = []
@@ -175,8 +178,17 @@ class Session:
     def _leave_backward(self) -> None:
         if self._accumulation.leave():
             self._flush_pending()
+            if self.scales_losses:
+                self._share_overflow()
             if not self._all_tagged():
                 self.journal.check_step()
+
+    def _share_overflow(self) -> None:
+        whole, parts = mixed_gradients(self.states)
+        if whole and parts and self.world.size > 1:
+            self.journal.record("all_reduce", "overflow")
+            with torch.no_grad(), self._watch.explained():
+                share_overflow(whole, parts, self.world)
 
     def _all_tagged(self) -> bool:
         """Whether ranks out of step can only hang: every collective is made of tagged messages."""
