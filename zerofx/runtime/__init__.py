@@ -1,6 +1,6 @@
 """Execution: process groups, collectives, buffers, the handle table.
 
 Touches device memory and the network; knows nothing of graphs but their vocabulary. Modules:
-handles, session, domain, params, chunks, accumulation, overflow, dtensor_rules, buffers, kept, comm,
-mail, collectives, journal, watch, markers, execute.
+handles, session, domain, params, chunks, accumulation, overflow, dtensor_rules, buffers, kept,
+comm, mail, collectives, journal, watch, markers, execute.
 """
