@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx
+from tests.hard.pair import full
 from tests.hard.wire import watched
+from tests.oracle import assert_same, train
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError, ShardingError
 
@@ -193,3 +196,59 @@ def test_half_the_bytes_at_the_process_group(stage: int) -> None:
 def test_options_are_dtypes(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         zerofx.ZeroConfig(**{name: value})
+
+
+def _large() -> tuple[bool, float]:
+    """Whether the gradient is the mean of both ranks', rounded once; bytes sent in backward."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 601, bias=False)
+    low = model.weight.detach().to(BF16).requires_grad_()
+    run = torch.compile(model, backend="zero0", options={**FAST, "param_dtype": BF16})
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = run(x).float().square().mean()
+    with watched() as wire:
+        loss.backward()
+    F.linear(x.to(BF16), low).float().square().mean().backward()
+    assert low.grad is not None
+    mean = low.grad.float()
+    dist.all_reduce(mean)
+    wanted = (mean / 2).to(BF16).float()
+    (weight,) = model.parameters()
+    return torch.equal(full(weight.grad), wanted), wire.sent_bytes(2)
+
+
+def test_large_replicated_gradients_travel_in_16_bits_and_are_added_in_32() -> None:
+    for right, sent in run_ranks(2, _large):
+        assert right and sent == pytest.approx(2 * 512 * 601 * 2 / 2, rel=1e-3)
+
+
+def _several(stage: int) -> bool:
+    torch.manual_seed(0)
+    kinds = (torch.float64, torch.float32, BF16)
+    model = nn.Sequential(*(nn.Linear(8, 8, dtype=dtype) for dtype in kinds))
+    low = copy.deepcopy(model).to(BF16)
+    x = torch.randn(4, 8)
+    options = {**FAST, "param_dtype": BF16}
+    run = torch.compile(model, backend=f"zero{stage}", options=options)
+    loss, wanted = run(x).float().square().mean(), low(x.to(BF16)).float().square().mean()
+    loss.backward()
+    wanted.backward()
+    for param, twin in zip(model.parameters(), low.parameters(), strict=True):
+        assert param.grad is not None and param.grad.dtype is param.dtype
+        assert torch.equal(full(param.grad), twin.grad.to(param.dtype))  # type: ignore[union-attr]
+    return bool(loss == wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_of_several_dtypes_share_one(stage: int) -> None:
+    """All floating-point parameters follow, in one bucket; gradients end in their own dtypes."""
+    assert run_ranks(2, _several, stage) == [True, True]
+
+
+def test_held_back_gradients_are_summed_in_the_dtype_of_reductions() -> None:
+    """Sums of bf16 gradients in bf16 would differ in the third digit."""
+    precision = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    job: dict[str, Any] = {"precision": precision, "micro_batches": 2, "timeout": 120}
+    every = run_ranks(2, train, "mlp", "zero1", options={"inner": "eager"}, **job)
+    once = run_ranks(2, train, "mlp", "zero1", options={"inner": "eager", "accumulate": 2}, **job)
+    assert_same(once, every, rtol=1e-5)
