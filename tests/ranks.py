@@ -69,19 +69,14 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order."""
     name = _importable_name(function)
-    for again in (True, False):
-        pool = _POOLS.get(world_size)
-        if pool is None:
-            pool = _POOLS[world_size] = Pool(world_size)
-        try:
-            return pool.run(name, args, kwargs, timeout)
-        except BaseException as error:
-            _POOLS.pop(world_size).kill()
-            # One in a thousand jobs died inside torch's collectives; a crash that repeats fails.
-            if not (again and isinstance(error, RanksFailed) and "exit code -" in str(error)):
-                raise
-            print(f"\nA WORKER CRASHED, {name} runs once more:\n{error}", file=sys.__stderr__)
-    raise AssertionError("the second try returns or raises")
+    pool = _POOLS.get(world_size)
+    if pool is None:
+        pool = _POOLS[world_size] = Pool(world_size)
+    try:
+        return pool.run(name, args, kwargs, timeout)
+    except BaseException:
+        _POOLS.pop(world_size).kill()
+        raise
 
 
 def close_pools() -> None:

@@ -13,7 +13,7 @@ from zerofx.runtime.comm import make_comm
 def described(backend: str) -> tuple[str, str, object]:
     group = dist.new_group(backend=backend)
     assert group is not None
-    comm = make_comm(group, torch.device("cpu"))
+    comm = make_comm(group, torch.device("cpu"), ranks_per_node=2)
     return dist.get_backend(group), comm.backend, comm.algorithms
 
 
@@ -21,4 +21,4 @@ def test_a_group_of_several_backends_is_recognised() -> None:
     for theirs, ours, algorithms in run_ranks(2, described, "cpu:gloo"):
         assert theirs != "gloo"
         assert ours == "gloo"
-        assert algorithms == algorithms_for("gloo", "cpu")
+        assert algorithms == algorithms_for("gloo", "cpu", 2, 2)

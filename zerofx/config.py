@@ -35,6 +35,10 @@ class ZeroConfig:
         replicate: number of replica groups when no mesh is given (hybrid sharding, the world size
             must be a multiple of it): each group of `world_size // replicate` neighbouring ranks
             holds one whole set of shards.
+        ranks_per_node: neighbours in the order of ranks that share a node. Where several do on each
+            of several nodes, messages travel in two hops, so that each byte crosses between nodes
+            once (gloo on CPUs; NCCL sees to it by itself). By default what torchrun started on
+            rank 0's node.
         accumulate: number of backward passes per optimizer step. Stages 0 and 1 then send gradients
             once per `accumulate` backwards and hold the full local sum meanwhile; stages 2 and 3
             reduce every time, since their gradients are sharded at rest.
@@ -70,6 +74,7 @@ class ZeroConfig:
     inner: Inner = "inductor"
     mesh: DeviceMesh | None = None
     replicate: int = 1
+    ranks_per_node: int | None = None
     accumulate: int = 1
     broadcast_buffers: bool = True
     min_shard_numel: int = 512
@@ -93,6 +98,11 @@ class ZeroConfig:
             (self.stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3"),
             (self.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
             (_is_count(self.replicate, 1), "replicate", "an integer of at least 1"),
+            (
+                self.ranks_per_node is None or _is_count(self.ranks_per_node, 1),
+                "ranks_per_node",
+                "None or an integer of at least 1",
+            ),
             (_is_count(self.accumulate, 1), "accumulate", "an integer of at least 1"),
             (_is_count(self.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
             (_is_size(self.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),

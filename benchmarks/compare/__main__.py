@@ -127,7 +127,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (LabError, ValueError) as error:
         raise SystemExit(f"compare: {error}") from None
     about |= {"load_after": os.getloadavg(), "goodput": goodput, "world": place.world}
-    figures = summarize(outcomes, ranks=place.world, baseline=args.baseline, goodput=goodput)
+    figures = summarize(
+        outcomes,
+        ranks=place.world,
+        nodes=args.hosts or place.world,
+        baseline=args.baseline,
+        goodput=goodput,
+    )
     show(args, console, figures, headline(args, place, goodput))
     if args.json:
         options = {name: str(value) for name, value in vars(args).items()}

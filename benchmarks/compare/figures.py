@@ -29,8 +29,8 @@ class Figures:
         peak_bytes: memory within a step.
         rest_bytes: memory between steps.
         wire_bytes: sent per rank and step.
-        wire_ratio: the same over the formula of the ZeRO stage.
-        least_ms: what the formula's bytes take at the measured goodput.
+        wire_ratio: the same over this rank's share of the formula of the ZeRO stage.
+        least_ms: what the formula's bytes take on a node's link at the measured goodput.
         first_s: to the end of the first step, median over rounds.
         disagreement: largest relative difference of a loss, if it is too large.
     """
@@ -55,12 +55,20 @@ def summarize(
     outcomes: Sequence[Outcome],
     *,
     ranks: int,
+    nodes: int,
     baseline: str = FLOOR,
     goodput: float | None = None,
 ) -> list[Figures]:
     """One line for each contender, in the order of their first outcomes.
 
     A contender that failed in any round failed.
+
+    Args:
+        outcomes: of all rounds.
+        ranks: of all nodes.
+        nodes: hosts between which bytes are counted; as many as ranks on one machine's own network.
+        baseline: what ratios are of.
+        goodput: bytes per second of each node's link.
     """
     grouped: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -68,7 +76,7 @@ def summarize(
     steps = {name: _median(one.step_ms for one in group) for name, group in grouped.items()}
     differences = loss_differences(grouped)
     return [
-        _figures(name, group, steps, baseline, ranks, goodput, differences.get(name))
+        _figures(name, group, steps, baseline, ranks, nodes, goodput, differences.get(name))
         for name, group in grouped.items()
     ]
 
@@ -79,6 +87,7 @@ def _figures(
     steps: Mapping[str, float | None],
     baseline: str,
     ranks: int,
+    nodes: int,
     goodput: float | None,
     difference: float | None,
 ) -> Figures:
@@ -87,7 +96,8 @@ def _figures(
         return Figures(name, failure)
     step, floor, base = steps[name], steps.get(FLOOR), steps.get(baseline)
     times = [one.step_ms for one in group if one.step_ms]
-    needed = formula_bytes(CONTENDERS[name].traffic, group[0].num_params, ranks)
+    least = formula_bytes(CONTENDERS[name].traffic, group[0].num_params, nodes)
+    needed = least * nodes / ranks
     wire = _median(one.wire_bytes for one in group)
     return Figures(
         name,
@@ -100,15 +110,18 @@ def _figures(
         rest_bytes=max(one.rest_bytes for one in group) or None,
         wire_bytes=wire,
         wire_ratio=wire / needed if wire and needed else None,
-        least_ms=1e3 * needed / goodput if goodput and needed else None,
+        least_ms=1e3 * least / goodput if goodput and least else None,
         first_s=_median(one.first_s for one in group),
         disagreement=difference if difference is None or not difference <= RTOL else None,
     )
 
 
-def formula_bytes(traffic: int, num_params: int, ranks: int) -> float:
-    """Bytes of fp32 that each rank must send per step: (W−1)/W × traffic × 4Ψ."""
-    return (ranks - 1) / ranks * traffic * 4 * num_params
+def formula_bytes(traffic: int, num_params: int, nodes: int) -> float:
+    """Bytes of fp32 that must leave each node per step: (N−1)/N × traffic × 4Ψ.
+
+    A node is whatever bytes are counted between: a host with all its ranks, or a rank.
+    """
+    return (nodes - 1) / nodes * traffic * 4 * num_params
 
 
 def loss_differences(grouped: Mapping[str, Sequence[Outcome]]) -> dict[str, float]:

@@ -30,7 +30,7 @@ OUTCOMES = [
 
 
 def test_medians_ratios_and_formulas() -> None:
-    floor, zero3, fsdp2 = summarize(OUTCOMES, ranks=2, goodput=1e6)
+    floor, zero3, fsdp2 = summarize(OUTCOMES, ranks=2, nodes=2, goodput=1e6)
     assert (floor.step_ms, floor.ratio, floor.exposed_ms) == (110, 1, 0)
     assert (zero3.step_ms, zero3.spread_ms, zero3.exposed_ms) == (160, 20, 50)
     assert zero3.ratio == pytest.approx(160 / 110)
@@ -44,9 +44,15 @@ def test_medians_ratios_and_formulas() -> None:
 
 
 def test_another_baseline() -> None:
-    floor, zero3, _ = summarize(OUTCOMES, ranks=2, baseline="zero3")
+    floor, zero3, _ = summarize(OUTCOMES, ranks=2, nodes=2, baseline="zero3")
     assert floor.ratio == pytest.approx(110 / 160)
     assert zero3.ratio == 1
+
+
+def test_ranks_of_a_node_share_its_link() -> None:
+    _, zero3, _ = summarize(OUTCOMES, ranks=4, nodes=2, goodput=1e6)
+    assert zero3.wire_ratio == 2
+    assert zero3.least_ms == pytest.approx(6)
 
 
 def test_formula() -> None:
@@ -70,11 +76,15 @@ def test_a_loss_that_is_no_number_disagrees() -> None:
     losses = ([1.0, 1.0], [1.0, 1.0], [1.0, math.nan])
     names = ("ddp", "zero0", "zero3")
     outcomes = [_outcome(name, 1, losses=one) for name, one in zip(names, losses, strict=True)]
-    assert [one.disagreement for one in summarize(outcomes, ranks=2)] == [None, None, math.inf]
+    assert [one.disagreement for one in summarize(outcomes, ranks=2, nodes=2)] == [
+        None,
+        None,
+        math.inf,
+    ]
 
 
 def test_failures_and_disagreement_are_shown(tmp_path: Path) -> None:
-    figures = summarize([*OUTCOMES[:6], _outcome("zero1", 1, losses=[4.0, 4.0])], ranks=2)
+    figures = summarize([*OUTCOMES[:6], _outcome("zero1", 1, losses=[4.0, 4.0])], ranks=2, nodes=2)
     console = Console(width=200)
     with console.capture() as captured:
         console.print(table(figures, title="gpt", unit="tokens", baseline="compute"))

@@ -1,1 +1,1 @@
-"""Numbers: what communication and kernels cost. Modules: comm, compute."""
+"""Numbers: what communication and kernels cost. Modules: comm, tables, compute."""

@@ -9,7 +9,9 @@ Measured with 2 and 4 ranks on one host, gloo, torch 2.13, 64 MB full size, mill
 | 4     | 123               | 42             | 174                   | 57               |
 
 gloo's own reduce-scatter is an all-reduce and puts twice the bytes on the wire; the exchange sends
-each rank only what it owns. Point-to-point calls of gloo need host memory.
+each rank only what it owns. Point-to-point calls of gloo need host memory. Where several ranks
+share each of several nodes, two hops (inside the node, then between nodes) put half the bytes of
+the direct exchange on the link of a node of two ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Algorithm = Literal["native", "point_to_point"]
+Algorithm = Literal["native", "point_to_point", "two_hop"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,18 @@ class Algorithms:
 
 
 _NATIVE = Algorithms("native", "native")
-_MEASURED = {("gloo", "cpu"): Algorithms("point_to_point", "point_to_point")}
+_DIRECT = {("gloo", "cpu"): Algorithms("point_to_point", "point_to_point")}
+_SPANNING = {("gloo", "cpu"): Algorithms("two_hop", "two_hop")}
 
 
-def algorithms_for(backend: str, device_type: str) -> Algorithms:
-    """The measured choice for `backend` (as c10d names it), else the backend's own collectives."""
-    return _MEASURED.get((backend, device_type), _NATIVE)
+def algorithms_for(backend: str, device_type: str, size: int, node_size: int) -> Algorithms:
+    """The measured choice, else the backend's own collectives.
+
+    Args:
+        backend: as c10d names it.
+        device_type: of the tensors.
+        size: ranks of the group.
+        node_size: how many of them share a node.
+    """
+    measured = _SPANNING if 1 < node_size < size else _DIRECT
+    return measured.get((backend, device_type), _NATIVE)

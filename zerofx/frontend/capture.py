@@ -26,7 +26,9 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import computes_in
 from zerofx.passes.base import Pass, run_passes
+from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
+from zerofx.runtime.session import Session
 from zerofx.torch_private import inductor_joint_passes, min_cut, trace_and_compile
 
 _numbers = itertools.count()
@@ -48,8 +50,7 @@ class Capture:
         self._sessions = weakref.WeakSet(inputs.sessions)
         self.compiler = compiler
         session = inputs.session
-        handle = session.replicated.layout.handle if session else 0
-        self.passes: tuple[Pass, ...] = pipeline(config, handle) if session else ()
+        self.passes: tuple[Pass, ...] = _passes(config, session) if session else ()
         self.programs: dict[Region, Program] = {}
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
@@ -117,6 +118,12 @@ class Capture:
         later = self._read_later if region is Region.FORWARD else frozenset[str]()
         number = self._num_user_outputs
         return Program(region, module, self._params, self.config.stage, number, later)
+
+
+def _passes(config: ZeroConfig, session: Session) -> tuple[Pass, ...]:
+    table = session.network.table
+    most_bytes = table.bucket_bytes() if table else MOST_BYTES
+    return pipeline(config, session.replicated.layout.handle, most_bytes)
 
 
 def _is_first_rank() -> bool:

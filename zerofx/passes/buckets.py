@@ -12,7 +12,7 @@ from zerofx.ir.ops import members
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 
-_DEFAULT_BYTES = 16 << 20
+MOST_BYTES = 16 << 20
 _SHARE = 8
 """By default a bucket holds at most this part of all parameters, or memory would be no better."""
 
@@ -54,7 +54,7 @@ class _Run:
 
 
 def plan_buckets(
-    program: Program, starts: Iterable[fx.Node], target_bytes: int | None
+    program: Program, starts: Iterable[fx.Node], target_bytes: int | None, most_bytes: int
 ) -> BucketPlan:
     """Group collectives of one member into buckets.
 
@@ -65,11 +65,12 @@ def plan_buckets(
         program: the program.
         starts: its gathers, or its reductions, in execution order.
         target_bytes: size of full values that amortises a collective's latency; 0 keeps every
-            parameter alone. By default 16 MiB, or an eighth of all parameters if that is less.
+            parameter alone. By default an eighth of all parameters.
+        most_bytes: bound of that default.
     """
     if target_bytes is None:
         whole = sum(spec.full_bytes for spec in program.params.values())
-        target_bytes = min(_DEFAULT_BYTES, whole // _SHARE)
+        target_bytes = min(most_bytes, whole // _SHARE)
     by_layout: dict[int, list[tuple[fx.Node, ParamSpec]]] = {}
     for start in starts:
         spec = program.params.get(facts(start).param)

@@ -12,7 +12,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import only_returned
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
+from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class FuseReduces(Pass):
 
     Attributes:
         target_bytes: of full gradients in a bucket; see `zerofx.passes.buckets.plan_buckets`.
+        most_bytes: bound of its default.
 
     Before:
         p = reduce_start([g], [s]); a = reduce_wait(p, s); h = mm(x, y)
@@ -33,6 +34,7 @@ class FuseReduces(Pass):
     """
 
     target_bytes: int | None = None
+    most_bytes: int = MOST_BYTES
 
     name: ClassVar[str] = "fuse_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
@@ -44,7 +46,7 @@ class FuseReduces(Pass):
             for start in program.calls(REDUCE_START)
             if all(map(only_returned, waits_of(start)))
         ]
-        return plan_buckets(program, starts, self.target_bytes)
+        return plan_buckets(program, starts, self.target_bytes, self.most_bytes)
 
     def apply(self, edit: Editor, plan: BucketPlan) -> None:
         """Insert one start for each bucket where its last gradient exists, then its waits."""

@@ -13,7 +13,7 @@ from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
+from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class FuseUnshards(Pass):
 
     Attributes:
         target_bytes: of full values in a bucket; see `zerofx.passes.buckets.plan_buckets`.
+        most_bytes: bound of its default.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -35,6 +36,7 @@ class FuseUnshards(Pass):
     """
 
     target_bytes: int | None = None
+    most_bytes: int = MOST_BYTES
 
     name: ClassVar[str] = "fuse_unshards"
     regions: ClassVar[frozenset[Region]] = frozenset(
@@ -43,7 +45,9 @@ class FuseUnshards(Pass):
 
     def plan(self, program: Program) -> BucketPlan:
         """Group the gathers, in order of first use."""
-        return plan_buckets(program, program.calls(UNSHARD_START), self.target_bytes)
+        return plan_buckets(
+            program, program.calls(UNSHARD_START), self.target_bytes, self.most_bytes
+        )
 
     def apply(self, edit: Editor, plan: BucketPlan) -> None:
         """Insert one start for each bucket, and its waits right after it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.passes.base import Pass
+from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.cast_before_gather import CastBeforeGather
 from zerofx.passes.copy_returned import CopyReturned
 from zerofx.passes.fuse_reduces import FuseReduces
@@ -52,22 +53,25 @@ _STAGES: dict[int, tuple[Pass, ...]] = {
 }
 
 
-def _optional(config: ZeroConfig) -> tuple[Pass, ...]:
+def _optional(config: ZeroConfig, most_bytes: int) -> tuple[Pass, ...]:
     """What makes a program fast; any of it can be left out."""
     return (
-        FuseUnshards(target_bytes=config.bucket_bytes),
-        FuseReduces(target_bytes=config.bucket_bytes),
+        FuseUnshards(target_bytes=config.bucket_bytes, most_bytes=most_bytes),
+        FuseReduces(target_bytes=config.bucket_bytes, most_bytes=most_bytes),
         KeepUnsharded(budget_bytes=config.memory_budget),
         Schedule(prefetch_bytes=config.prefetch_bytes),
     )
 
 
-def pipeline(config: ZeroConfig, buffers_layout: int) -> tuple[Pass, ...]:
+def pipeline(
+    config: ZeroConfig, buffers_layout: int, most_bytes: int = MOST_BYTES
+) -> tuple[Pass, ...]:
     """The passes for `config`, mandatory ones first.
 
     Args:
         config: stage, what is disabled and what is added.
         buffers_layout: handle of the layout that holds replicated values.
+        most_bytes: bound of buckets whose size was not asked for.
 
     Raises:
         ConfigError: `disable` names no pass of the list, or `passes` holds something else.
@@ -75,7 +79,7 @@ def pipeline(config: ZeroConfig, buffers_layout: int) -> tuple[Pass, ...]:
     listed = _STAGES[config.stage]
     if config.broadcast_buffers:
         listed += (SyncBuffers(layout=buffers_layout),)
-    listed += _optional(config)
+    listed += _optional(config, most_bytes)
     for extra in config.passes:
         if not isinstance(extra, Pass):
             raise ConfigError(f"option passes holds {extra!r}", "pass instances of zerofx.Pass")

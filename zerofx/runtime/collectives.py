@@ -6,9 +6,7 @@ Only `torch.distributed` process groups. Which calls realise a gather or a reduc
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,35 +14,28 @@ from torch import Tensor
 
 from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.comm import Comm
-from zerofx.runtime.mail import Mail
-from zerofx.torch_private import all_gather_flat, reduce_scatter_flat
+from zerofx.runtime.exchange import (
+    LOW_PRECISION,
+    Gather,
+    Reduction,
+    gather_direct,
+    gather_native,
+    reduce_direct,
+    reduce_native,
+)
+from zerofx.runtime.pending import Pending
+from zerofx.runtime.two_hop import gather_two_hop, reduce_two_hop
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-@dataclasses.dataclass
-class Pending:
-    """A collective under way, which moves one value for each member of a bucket.
-
-    Attributes:
-        values: the results, once `finish` ran.
-        works: what to wait for.
-        finish: arithmetic that follows the wait; returns the results.
-        keep: tensors that must stay alive until then.
-    """
-
-    values: list[Tensor]
-    works: Sequence[Any] = ()
-    finish: Callable[[], list[Tensor]] | None = None
-    keep: tuple[Tensor, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mean:
-    """One reduction of a bucket: what computes its result, and what must stay alive until then."""
-
-    finish: Callable[[], Tensor]
-    keep: tuple[Tensor, ...]
+_GATHERS = {
+    "native": gather_native,
+    "point_to_point": gather_direct,
+    "two_hop": gather_two_hop,
+}
+_REDUCTIONS = {
+    "native": reduce_native,
+    "point_to_point": reduce_direct,
+    "two_hop": reduce_two_hop,
+}
 
 
 def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -> Pending:
@@ -56,8 +47,8 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
         comm: the axis.
         tag: number that must agree on all ranks; point-to-point messages carry it.
     """
-    mail, unpack = Mail(comm), list[Callable[[], None]]()
-    moves: list[tuple[Tensor, Tensor]] = []
+    unpack: list[Callable[[], None]] = []
+    transfers: list[Gather] = []
     for group in _groups(chunks, comm):
         chunk, out = chunks[group[0]], outs[group[0]]
         if len(group) > 1:
@@ -65,21 +56,14 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
             out = chunk.new_empty(comm.size * chunk.numel())
             unpack.append(_unpacking(out.view(comm.size, -1), [outs[member] for member in group]))
         if chunk.numel():
-            _gather_one(out, chunk, mail, tag + len(moves))
-            moves.append((out, chunk))
-    works = mail.deliver()
-    if comm.algorithms.all_gather == "point_to_point":
-        for out, chunk in moves:
-            if not _is_part_of(chunk, out):
-                out.chunk(comm.size)[comm.rank].copy_(chunk)
+            transfers.append(Gather(out, chunk))
 
-    def finish() -> list[Tensor]:
+    def finish(_: list[Tensor]) -> list[Tensor]:
         for each in unpack:
             each()
         return outs
 
-    keep = tuple(tensor for move in moves for tensor in move)
-    return Pending(outs, works, finish=finish, keep=keep)
+    return _GATHERS[comm.algorithms.all_gather](transfers, comm, tag).then(finish)
 
 
 def reduce_scatter_mean(
@@ -99,9 +83,9 @@ def reduce_scatter_mean(
         memory: of the results.
     """
     parts = [grad.split(list(split)) for grad, split in zip(grads, splits, strict=True)]
-    mail = Mail(comm)
-    under_way: list[tuple[list[int], _Mean]] = []
-    for number, group in enumerate(_groups(grads, comm)):
+    groups: list[list[int]] = []
+    transfers: list[Reduction] = []
+    for group in _groups(grads, comm):
         # What goes to one rank lies together, whichever members it comes from.
         by_rank = [[parts[member][rank] for member in group] for rank in range(comm.size)]
         sizes = [sum(part.numel() for part in one) for one in by_rank]
@@ -109,20 +93,20 @@ def reduce_scatter_mean(
             grads[group[0]] if len(group) == 1 else torch.cat([p for one in by_rank for p in one])
         )
         if flat.numel():
-            mean = _reduce_scatter_one(flat, sizes, mail, tag + number, memory)
-            under_way.append((group, mean))
-    works = mail.deliver()
+            groups.append(group)
+            transfers.append(Reduction(flat, sizes))
+    mine = [part[comm.rank] for part in parts]
 
-    def finish() -> list[Tensor]:
-        out = [part[comm.rank] for part in parts]
-        for group, mean in under_way:
-            pieces = mean.finish().split([out[member].numel() for member in group])
+    def finish(means: list[Tensor]) -> list[Tensor]:
+        out = list(mine)
+        for group, mean in zip(groups, means, strict=True):
+            pieces = mean.split([out[member].numel() for member in group])
             for member, piece in zip(group, pieces, strict=True):
                 out[member] = piece
         return out
 
-    keep = tuple(tensor for _, mean in under_way for tensor in mean.keep)
-    return Pending([], works, finish=finish, keep=keep)
+    reduce = _REDUCTIONS[comm.algorithms.reduce_scatter]
+    return reduce(transfers, comm, tag, memory).then(finish)
 
 
 def all_reduce_mean(values: Sequence[Tensor], comm: Comm) -> Pending:
@@ -130,14 +114,14 @@ def all_reduce_mean(values: Sequence[Tensor], comm: Comm) -> Pending:
     totals: list[tuple[list[int], Tensor]] = []
     for group in _by_dtype(values, range(len(values))):
         flat = torch.cat([values[member].detach().reshape(-1) for member in group])
-        totals.append((group, flat.float() if flat.dtype in _LOW_PRECISION else flat))
+        totals.append((group, flat.float() if flat.dtype in LOW_PRECISION else flat))
     works = [
         dist.all_reduce(total, group=comm.group, async_op=True)
         for _, total in totals
         if total.numel()
     ]
 
-    def finish() -> list[Tensor]:
+    def finish(_: list[Tensor]) -> list[Tensor]:
         out = list(values)
         for group, total in totals:
             pieces = total.div_(comm.size).split([values[member].numel() for member in group])
@@ -145,7 +129,7 @@ def all_reduce_mean(values: Sequence[Tensor], comm: Comm) -> Pending:
                 out[member] = piece.to(values[member].dtype).view(values[member].shape)
         return out
 
-    return Pending([], works, finish=finish, keep=tuple(total for _, total in totals))
+    return Pending([], works, tuple(total for _, total in totals), (finish,))
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
@@ -193,73 +177,3 @@ def _unpacking(landing: Tensor, outs: list[Tensor]) -> Callable[[], None]:
             start += rows.shape[1]
 
     return unpack
-
-
-def _gather_one(out: Tensor, chunk: Tensor, mail: Mail, tag: int) -> None:
-    comm = mail.comm
-    if comm.algorithms.all_gather == "native":
-        mail.works.append(all_gather_flat(out, chunk, comm.group))
-    else:
-        mail.post([chunk] * comm.size, out.chunk(comm.size), tag)
-
-
-def _reduce_scatter_one(
-    flat: Tensor, splits: Sequence[int], mail: Mail, tag: int, memory: Recycler
-) -> _Mean:
-    comm = mail.comm
-    if comm.algorithms.reduce_scatter == "native":
-        return _reduce_scatter_native(flat, splits, mail)
-    parts = list(flat.split(list(splits)))
-    mine = parts[comm.rank]
-    result = _result_place(comm.rank)
-    received = [
-        mine
-        if rank == comm.rank
-        else memory.empty(mine.numel(), mine)
-        if rank == result
-        else torch.empty_like(mine)
-        for rank in range(comm.size)
-    ]
-    mail.post(parts, received, tag)
-    return _Mean(lambda: _mean(received, comm.rank), (flat, *received))
-
-
-def _reduce_scatter_native(grad: Tensor, splits: Sequence[int], mail: Mail) -> _Mean:
-    comm = mail.comm
-    longest, mine = max(splits), splits[comm.rank]
-    if any(split != longest for split in splits):
-        padded = grad.new_zeros(longest * comm.size)
-        padded[: grad.numel()] = grad
-        grad = padded
-    nccl = comm.backend == "nccl"
-    out = grad.new_empty(longest)
-    op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
-    mail.works.append(reduce_scatter_flat(out, grad, op, comm.group))
-    return _Mean(lambda: (out if nccl else out.div_(comm.size))[:mine], (grad, out))
-
-
-def _result_place(own: int) -> int:
-    """Which of the first two parts was received."""
-    return 1 if own == 0 else 0
-
-
-def _mean(parts: Sequence[Tensor], own: int) -> Tensor:
-    """Mean in rank order, so that every rank adds in the same order; in fp32 for 16-bit types.
-
-    The result takes the memory of a received part: fresh memory costs as much as the addition.
-
-    Args:
-        parts: of each rank; all but this rank's own were received and may be overwritten.
-        own: this rank's position.
-    """
-    dtype = parts[0].dtype
-    if dtype in _LOW_PRECISION:
-        parts = [part.float() for part in parts]
-    total = torch.add(parts[0], parts[1], out=parts[_result_place(own)])
-    for part in parts[2:]:
-        total += part
-    return total.div_(len(parts)).to(dtype)
-
-
-def _is_part_of(part: Tensor, whole: Tensor) -> bool:
-    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

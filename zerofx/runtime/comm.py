@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ class Comm:
         rank: this rank's position along it.
         ranks: the global ranks along it, in order.
         algorithms: which c10d calls move the bytes.
+        node_size: neighbours along the axis that share a node; `size` if all do, 1 if none.
     """
 
     group: dist.ProcessGroup
@@ -28,20 +31,57 @@ class Comm:
     rank: int
     ranks: tuple[int, ...]
     algorithms: Algorithms
+    node_size: int
 
     @property
     def size(self) -> int:
         """Number of ranks along the axis."""
         return len(self.ranks)
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the axis spans."""
+        return self.size // self.node_size
 
-def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """Describe `group` for tensors on `device`."""
+    @property
+    def node(self) -> int:
+        """This rank's node along the axis."""
+        return self.rank // self.node_size
+
+    @property
+    def column(self) -> int:
+        """This rank's place on its node."""
+        return self.rank % self.node_size
+
+    @property
+    def node_peers(self) -> frozenset[int]:
+        """Other ranks of the node, by position along the axis."""
+        first = self.node * self.node_size
+        return frozenset(range(first, first + self.node_size)) - {self.rank}
+
+    @property
+    def column_peers(self) -> frozenset[int]:
+        """Ranks with the same place on other nodes, by position along the axis."""
+        return frozenset(range(self.column, self.size, self.node_size)) - {self.rank}
+
+
+def make_comm(group: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> Comm:
+    """Describe `group` for tensors on `device`.
+
+    Args:
+        group: of neighbours or of every n-th rank.
+        device: of the tensors.
+        ranks_per_node: global ranks that share a node are neighbours; the same on all ranks.
+    """
     backend = backend_of(group, device)
-    return Comm(
-        group,
-        backend,
-        dist.get_rank(group),
-        tuple(dist.get_process_group_ranks(group)),
-        algorithms_for(backend, device.type),
-    )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    node_size = _node_size(ranks, ranks_per_node)
+    algorithms = algorithms_for(backend, device.type, len(ranks), node_size)
+    return Comm(group, backend, dist.get_rank(group), ranks, algorithms, node_size)
+
+
+def _node_size(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """Ranks of each node, if all nodes have the same number; else 1."""
+    nodes = [rank // ranks_per_node for rank in ranks]
+    counts = {len(list(same)) for _, same in itertools.groupby(nodes)}
+    return counts.pop() if len(counts) == 1 else 1

@@ -12,10 +12,10 @@ from torch import Tensor
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
 from zerofx.runtime.chunks import padded_chunk
-from zerofx.runtime.collectives import Pending
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState
+from zerofx.runtime.pending import Pending
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -116,17 +116,13 @@ class Domain:
         what = ", ".join(names)
         tag = self.session.journal.record("all_gather", what)
         pending = collectives.all_gather([o for o, _ in moved], [c for _, c in moved], comm, tag)
-        unpack = pending.finish
-        assert unpack is not None
 
-        def finish() -> list[Tensor]:
-            unpack()
+        def finish(gathered: list[Tensor]) -> list[Tensor]:
             for state in refreshed:
                 state.mark_current()
             return outs
 
-        pending.finish = finish
-        return pending
+        return pending.then(finish)
 
     def _current(self, state: ParamState | None, dtype: torch.dtype, reuse: bool) -> Tensor | None:
         """The full value of a parameter, if this rank has it already."""
@@ -184,11 +180,11 @@ class Domain:
         splits = [_row_splits(grad, comm.size) for grad in grads]
         flat = [grad.contiguous().reshape(-1) for grad in grads]
         pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, self.session.recycler)
+        if comm.algorithms.reduce_scatter == "two_hop":
+            # The hop inside the node is short; the one between nodes overlaps with what follows.
+            self.session.advance(pending)
         if self.replica_comm is not None:
-            scattered = pending.finish
-            assert scattered is not None
-            # The second hop starts where the first one is waited for.
-            pending.finish = lambda: self.session.wait(self._replica_mean(scattered(), what))
+            pending.then(lambda scattered: self._replica_mean(scattered, what))
         return pending
 
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
@@ -197,11 +193,11 @@ class Domain:
             return Pending(list(grads))
         same = all(grad.dtype is grads[0].dtype for grad in grads)
         if grads[0].dtype.itemsize < 4 and same and size > comm.algorithms.pack_bytes:
-            return self._mean_in_two_hops(grads, comm, what)
+            return self._mean_by_parts(grads, comm, what)
         self.session.journal.record("all_reduce", what)
         return collectives.all_reduce_mean(grads, comm)
 
-    def _mean_in_two_hops(self, grads: Sequence[Tensor], comm: Comm, what: str) -> Pending:
+    def _mean_by_parts(self, grads: Sequence[Tensor], comm: Comm, what: str) -> Pending:
         """Reduce-scatter and all-gather: 16-bit gradients travel as such and are added in fp32."""
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         chunk = -(-flat.numel() // comm.size)
@@ -209,20 +205,19 @@ class Domain:
         splits = [stop - start for start, stop in itertools.pairwise(edges)]
         journal, memory = self.session.journal, self.session.recycler
         tag = journal.record("reduce_scatter", what)
-        pending = collectives.reduce_scatter_mean([flat], [splits], comm, tag, memory)
-        scattered = pending.finish
-        assert scattered is not None
 
-        def finish() -> list[Tensor]:
+        def gather(scattered: list[Tensor]) -> Pending:
             whole = flat.new_empty(comm.size * chunk)
-            own = padded_chunk(scattered()[0], whole, comm.rank, chunk)
+            own = padded_chunk(scattered[0], whole, comm.rank, chunk)
             tag = journal.record("all_gather", what)
-            self.session.wait(collectives.all_gather([whole], [own], comm, tag))
-            pieces = whole[: flat.numel()].split([grad.numel() for grad in grads])
+            return collectives.all_gather([whole], [own], comm, tag).then(split)
+
+        def split(gathered: list[Tensor]) -> list[Tensor]:
+            pieces = gathered[0][: flat.numel()].split([grad.numel() for grad in grads])
             return [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)]
 
-        pending.finish = finish
-        return pending
+        mean = collectives.reduce_scatter_mean([flat], [splits], comm, tag, memory)
+        return mean.then(gather)
 
     def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
         """This rank's part of a member's mean gradient, with shape and dtype of `shard`."""

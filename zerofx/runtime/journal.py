@@ -64,6 +64,14 @@ class Journal:
             self._checksum = zlib.crc32(entry.encode(), self._checksum)
             return self._checksum & 0x7FFFFFFF
 
+    def agree(self, name: str, value: str) -> str:
+        """Rank 0's `value`; the other ranks wait for it."""
+        if self._num_ranks == 1:
+            return value
+        if self._rank == 0:
+            self._store.set(f"{self._key}/{name}", value)
+        return self._store.get(f"{self._key}/{name}").decode()
+
     def compare_plans(self, plan: str) -> None:
         """Publish `plan` and compare it with rank 0's; blocks until all ranks publish theirs.
 

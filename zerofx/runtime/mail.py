@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,15 +14,16 @@ _TAG_MASK = 0x7FFFFFFF
 
 
 class Mail:
-    """The messages of one bucket.
+    """The messages of one bucket, to and from `peers` (positions along the axis); by default all.
 
     All receives are posted before any send: gloo sends a payload when the receiver is ready, and
     says so in the stream in which this rank's own payload would otherwise go first.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self.works: list[Any] = []
+    def __init__(self, comm: Comm, peers: Collection[int] | None = None) -> None:
+        self._comm = comm
+        ring = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+        self._peers = [rank for rank in ring if peers is None or rank in peers]
         self._messages: list[tuple[Sequence[Tensor], Sequence[Tensor], int]] = []
 
     def post(self, send: Sequence[Tensor], into: Sequence[Tensor], tag: int) -> None:
@@ -31,15 +32,14 @@ class Mail:
 
     def deliver(self) -> list[Any]:
         """Start them, nearest ranks first; returns what to wait for."""
-        group, size, ranks = self.comm.group, self.comm.size, self.comm.ranks
-        for step in range(1, size):
-            source = (self.comm.rank - step) % size
+        group, ranks = self._comm.group, self._comm.ranks
+        works: list[Any] = []
+        for source in reversed(self._peers):
             for _, into, tag in self._messages:
                 if into[source].numel():
-                    self.works.append(dist.irecv(into[source], ranks[source], group=group, tag=tag))
-        for step in range(1, size):
-            to = (self.comm.rank + step) % size
+                    works.append(dist.irecv(into[source], ranks[source], group=group, tag=tag))
+        for to in self._peers:
             for send, _, tag in self._messages:
                 if send[to].numel():
-                    self.works.append(dist.isend(send[to], ranks[to], group=group, tag=tag))
-        return self.works
+                    works.append(dist.isend(send[to], ranks[to], group=group, tag=tag))
+        return works

@@ -22,14 +22,15 @@ from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation
 from zerofx.runtime.buffers import BufferPool, Recycler
-from zerofx.runtime.collectives import Pending
-from zerofx.runtime.comm import Comm, make_comm
+from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
+from zerofx.runtime.network import Network, agree_on_network
 from zerofx.runtime.overflow import mixed_gradients, share_overflow
 from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.pending import Pending
 from zerofx.runtime.watch import Watch
 from zerofx.torch_private import default_store
 
@@ -51,10 +52,15 @@ class Session:
         kept: those among them that forward left for backward.
         journal: the collectives issued so far.
         scales_losses: something is computed in fp16, for which users scale losses.
+        network: how ranks lie, and what their collectives cost.
     """
 
     def __init__(
-        self, config: ZeroConfig, device: torch.device, copied: Session | None = None
+        self,
+        config: ZeroConfig,
+        device: torch.device,
+        copied: Session | None = None,
+        network: Network | None = None,
     ) -> None:
         self.config = config
         self.scales_losses = torch.float16 in (config.param_dtype, config.reduce_dtype)
@@ -73,14 +79,18 @@ class Session:
         self._is_copy = copied is not None
         self.journal = Journal(self.key, default_store(), dist.get_rank() % num_ranks, num_ranks)
         self._watch = Watch(self.journal, config.hang_timeout)
-        self._world = _world_comm(self.mesh, device)
+        if copied is not None:
+            network = copied.network
+        # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
+        self.network = network or agree_on_network(self.journal, config, self.mesh, device)
+        self._world = self._world_comm()
         self.sharded, self.replicated = self._domains()
         self._accumulation = Accumulation(config.stage > 1, config.accumulate)
         self._buffer_versions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
-        return Session, (self.config, self.device)
+        return Session, (self.config, self.device, None, self.network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return Session(self.config, self.device, self)
@@ -118,12 +128,13 @@ class Session:
         Raises:
             DivergedError: the ranks issued different collectives.
         """
-        for work in pending.works:
-            self._wait_for(work)
-        if pending.finish is not None:
-            pending.values = pending.finish()
-        pending.works, pending.keep, pending.finish = (), (), None
+        while not pending.done:
+            self.advance(pending)
         return pending.values
+
+    def advance(self, pending: Pending) -> None:
+        """Wait for the hop under way, and start the next one if there is one."""
+        pending.advance(self._wait_for)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
@@ -218,8 +229,26 @@ class Session:
         else:
             work.wait()
 
+    def _world_comm(self) -> Comm:
+        if self.mesh.ndim == 1:
+            return self.network.comm(self.mesh.get_group(), self.device)
+        if self.mesh.size() != dist.get_world_size():
+            raise UnsupportedError(
+                f"a 2-D mesh of {self.mesh.size()} ranks inside a world of {dist.get_world_size()}",
+                "use a mesh over all ranks",
+            )
+        group = dist.group.WORLD
+        assert group is not None
+        return self.network.comm(group, self.device)
+
+    def _axis_comms(self) -> tuple[Comm, Comm | None]:
+        """The axes that shard and that replicate."""
+        axes = reversed(range(self.mesh.ndim))
+        shard, *rest = (self.network.comm(self.mesh.get_group(axis), self.device) for axis in axes)
+        return shard, rest[0] if rest else None
+
     def _domains(self) -> tuple[Domain, Domain]:
-        shard, replica = _axis_comms(self.mesh, self.device)
+        shard, replica = self._axis_comms()
         stage, num_ranks = self.config.stage, self.world.size
         num_shards = shard.size if stage > 0 else 1
         wire = self.config.reduce_dtype
@@ -263,22 +292,3 @@ def _mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
     shape = (config.replicate, num_ranks // config.replicate)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _world_comm(mesh: DeviceMesh, device: torch.device) -> Comm:
-    if mesh.ndim == 1:
-        return make_comm(mesh.get_group(), device)
-    if mesh.size() != dist.get_world_size():
-        raise UnsupportedError(
-            f"a 2-D mesh of {mesh.size()} ranks inside a world of {dist.get_world_size()}",
-            "use a mesh over all ranks",
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return make_comm(group, device)
-
-
-def _axis_comms(mesh: DeviceMesh, device: torch.device) -> tuple[Comm, Comm | None]:
-    if mesh.ndim == 1:
-        return make_comm(mesh.get_group(), device), None
-    return make_comm(mesh.get_group(1), device), make_comm(mesh.get_group(0), device)

@@ -1,0 +1,141 @@
+"""Tables of what collectives cost: fitted, kept, agreed by ranks, and obeyed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.hard.pair import EAGER, Pair
+from tests.models import batch, make
+from tests.ranks import RanksFailed, run_ranks
+from zerofx.cost.comm import Algorithms
+from zerofx.cost.tables import Collective, CommCost, CommTable, fit, loads, topology
+from zerofx.passes.buckets import MOST_BYTES
+from zerofx.runtime.calibrate import calibrate
+from zerofx.runtime.comm import make_comm
+from zerofx.runtime.network import save_table, table_path
+from zerofx.sharding.shard import session_of
+
+POSITIVE = st.floats(1e-7, 1e-2)
+
+
+@given(alpha=POSITIVE, beta=st.floats(1e-12, 1e-8))
+def test_a_line_is_found_again(alpha: float, beta: float) -> None:
+    points = [(size, alpha + beta * size) for size in (1e4, 1e6, 1e8)]
+    assert fit(points) == pytest.approx((alpha, beta), rel=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(1e3, 1e9), POSITIVE), min_size=1, max_size=6))
+def test_costs_are_never_negative(points: list[tuple[float, float]]) -> None:
+    alpha, beta = fit(points)
+    assert alpha >= 0
+    assert beta >= 0
+    assert alpha + beta > 0
+
+
+def _table(gather: tuple[float, float], exchange: tuple[float, float]) -> CommTable:
+    """Gathers of a native and a point-to-point algorithm; reductions the other way round."""
+    names: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+    costs = [CommCost(names[0], "native", "float32", *gather)]
+    costs += [CommCost(names[0], "point_to_point", "float32", *exchange)]
+    costs += [CommCost(names[1], "native", "float32", *exchange)]
+    costs += [CommCost(names[1], "point_to_point", "float32", *gather)]
+    return CommTable(topology("gloo", "cpu", 2, 2, torch.__version__), tuple(costs))
+
+
+SLOW, FAST = (1e-3, 1e-8), (1e-4, 1e-9)
+
+
+def test_the_cheapest_algorithm_of_each_is_chosen() -> None:
+    assert _table(SLOW, FAST).algorithms() == Algorithms("point_to_point", "native")
+    assert _table(FAST, SLOW).algorithms() == Algorithms("native", "point_to_point")
+
+
+def test_buckets_grow_with_latency_and_shrink_with_slow_links() -> None:
+    sizes = [
+        _table(gather, (1.0, 1.0)).bucket_bytes()
+        for gather in ((1e-6, 1e-9), (1e-4, 1e-9), (2e-4, 1e-9), (1.0, 1e-9), (1e-4, 0.0))
+    ]
+    assert sizes == [1 << 20, 2_000_000, 4_000_000, MOST_BYTES, MOST_BYTES]
+
+
+def test_dtypes_that_were_not_measured_cost_as_others() -> None:
+    table = _table(SLOW, FAST)
+    assert table.cost("all_gather", "native", "float64") == table.costs[0]
+    with pytest.raises(KeyError, match="two_hop"):
+        table.cost("all_gather", "two_hop", "float32")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"topology": "x", "costs": []}'])
+def test_other_text_is_no_table(text: str) -> None:
+    with pytest.raises(ValueError, match="no table of collectives"):
+        loads(text)
+
+
+def _measured(cache: str, ranks_per_node: int) -> tuple[CommTable, bool]:
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cpu")
+    comm = make_comm(group, device, ranks_per_node)
+    table = calibrate(comm, device, sizes=(1 << 12, 1 << 16), repeats=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROFX_CACHE", f"{cache}/{dist.get_rank()}")
+        path = save_table(table)
+        return table, loads(path.read_text()) == table and path == table_path(table.topology)
+
+
+def test_every_algorithm_is_measured_and_kept(tmp_path: Path) -> None:
+    for table, kept in run_ranks(4, _measured, str(tmp_path), 2):
+        assert kept
+        assert table.topology.startswith("gloo-cpu-2x2-torch2.")
+        ways = {(cost.collective, cost.algorithm, cost.dtype) for cost in table.costs}
+        assert len(ways) == len(table.costs) == 2 * 3 * 2
+    for table, _ in run_ranks(4, _measured, str(tmp_path), 4):
+        assert {cost.algorithm for cost in table.costs} == {"native", "point_to_point"}
+
+
+def _train(cache: str, options: dict[str, Any]) -> tuple[Algorithms, int]:
+    """Only rank 0 finds a table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROFX_CACHE", cache if dist.get_rank() == 0 else os.devnull)
+        pair = Pair(make("gpt"), 3, {**EAGER, **options})
+        pair.train(lambda run, number: run(*batch("gpt", dist.get_rank(), number)), 2)
+    session = session_of(pair.model)
+    assert session is not None and session.sharded.shard_comm is not None
+    table = session.network.table
+    return session.sharded.shard_comm.algorithms, table.bucket_bytes() if table else 0
+
+
+def _keep(table: CommTable, cache: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROFX_CACHE", str(cache))
+        return save_table(table)
+
+
+def test_ranks_train_by_the_table_of_rank_0(tmp_path: Path) -> None:
+    _keep(_table(FAST, SLOW), tmp_path)
+    wanted = (Algorithms("native", "point_to_point"), 2_000_000)
+    assert run_ranks(2, _train, str(tmp_path), {}) == [wanted, wanted]
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    path = _keep(_table(FAST, SLOW), tmp_path)
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(RanksFailed, match=r"zerofx bench comm") as failed:
+        run_ranks(2, _train, str(tmp_path), {})
+    assert {failure.kind for failure in failed.value.failures.values()} == {"ConfigError"}
+
+
+def test_groups_that_lie_otherwise_go_by_the_defaults(tmp_path: Path) -> None:
+    other = dataclasses.replace(_table(FAST, SLOW), topology="gloo-cpu-1x3-torch9.9")
+    assert _keep(other, tmp_path).name == "gloo-cpu-1x3-torch9.9.json"
+    default = (Algorithms("point_to_point", "point_to_point"), 0)
+    assert run_ranks(2, _train, str(tmp_path), {}) == [default, default]

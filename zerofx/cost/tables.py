@@ -1,0 +1,135 @@
+"""What collectives cost on one machine: measured once, kept in a file, the same on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from zerofx.cost.comm import Algorithm, Algorithms
+
+Collective = Literal["all_gather", "reduce_scatter"]
+
+_TYPICAL = 4 << 20
+_LATENCY_SHARE = 0.05
+_LEAST, _MOST = 1 << 20, 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class CommCost:
+    """Seconds of one collective by one algorithm: `alpha + beta * bytes`.
+
+    Attributes:
+        collective: what it does.
+        algorithm: which c10d calls do it.
+        dtype: of the values, as torch names it; reductions add in it.
+        alpha: seconds before the first byte.
+        beta: seconds for each byte that a rank sends.
+    """
+
+    collective: Collective
+    algorithm: Algorithm
+    dtype: str
+    alpha: float
+    beta: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of a transfer in which each rank sends `num_bytes`."""
+        return self.alpha + self.beta * num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CommTable:
+    """Costs of all collectives for ranks that lie alike.
+
+    Attributes:
+        topology: see `topology`.
+        costs: one entry for each collective, algorithm and dtype that was measured.
+    """
+
+    topology: str
+    costs: tuple[CommCost, ...]
+
+    def cost(self, collective: Collective, algorithm: Algorithm, dtype: str) -> CommCost:
+        """The entry; that of another dtype, if this one was not measured.
+
+        Raises:
+            KeyError: the algorithm was not measured.
+        """
+        same = [c for c in self.costs if (c.collective, c.algorithm) == (collective, algorithm)]
+        if not same:
+            raise KeyError(f"{collective} by {algorithm}")
+        return next((cost for cost in same if cost.dtype == dtype), same[0])
+
+    def best(self, collective: Collective, num_bytes: float) -> CommCost:
+        """The cheapest fp32 entry for transfers of this size."""
+        known = [c for c in self.costs if c.collective == collective and c.dtype == "float32"]
+        return min(known, key=lambda cost: cost.seconds(num_bytes))
+
+    def algorithms(self) -> Algorithms:
+        """The cheapest for a typical bucket."""
+        gather = self.best("all_gather", _TYPICAL).algorithm
+        return Algorithms(gather, self.best("reduce_scatter", _TYPICAL).algorithm)
+
+    def bucket_bytes(self) -> int:
+        """Full size at which latency is a twentieth of a gather; between 1 and 16 MiB."""
+        cost = self.best("all_gather", _TYPICAL)
+        if cost.beta <= 0:
+            return _MOST
+        wanted = cost.alpha / cost.beta / _LATENCY_SHARE
+        return int(min(max(wanted, _LEAST), _MOST))
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def loads(text: str) -> CommTable:
+    """Read what `dumps` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        costs = tuple(CommCost(**cost) for cost in data["costs"])
+        table = CommTable(str(data["topology"]), costs)
+        table.algorithms()
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no table of collectives: {error}") from error
+    return table
+
+
+def topology(backend: str, device_type: str, size: int, node_size: int, torch: str) -> str:
+    """Name of all groups that one table serves, such as `gloo-cpu-2x4-torch2.13`.
+
+    Args:
+        backend: as c10d names it.
+        device_type: of the tensors.
+        size: ranks of the group.
+        node_size: how many of them share a node.
+        torch: version.
+    """
+    release = ".".join(torch.split(".")[:2])
+    return f"{backend}-{device_type}-{size // node_size}x{node_size}-torch{release}"
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Alpha and beta, both at least 0, with the least relative errors.
+
+    Args:
+        points: bytes and seconds of transfers, at least one.
+    """
+    sizes, seconds = np.array(points, dtype=float).T
+    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)
+    if alpha < 0:
+        ratios = sizes / seconds
+        alpha, beta = 0.0, ratios.sum() / (ratios**2).sum()
+    if beta < 0:
+        inverse = 1 / seconds
+        alpha, beta = inverse.sum() / (inverse**2).sum(), 0.0
+    return float(alpha), float(beta)

@@ -1,0 +1,81 @@
+"""How ranks lie and what their collectives cost: rank 0 knows, the others go by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.config import ZeroConfig
+from zerofx.cost.tables import CommTable, loads, topology
+from zerofx.errors import ConfigError
+from zerofx.runtime.comm import Comm, make_comm
+from zerofx.runtime.journal import Journal
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What all ranks of a model agree on.
+
+    Attributes:
+        ranks_per_node: neighbours in the order of global ranks that share a node.
+        table: costs of collectives along the axis that shards, if they were measured.
+    """
+
+    ranks_per_node: int
+    table: CommTable | None = None
+
+    def comm(self, group: dist.ProcessGroup, device: torch.device) -> Comm:
+        """Describe `group`; the table chooses its algorithms if it is of ranks that lie alike."""
+        comm = make_comm(group, device, self.ranks_per_node)
+        if self.table is None or topology_of(comm, device) != self.table.topology:
+            return comm
+        return dataclasses.replace(comm, algorithms=self.table.algorithms())
+
+
+def agree_on_network(
+    journal: Journal, config: ZeroConfig, mesh: DeviceMesh, device: torch.device
+) -> Network:
+    """What was asked for, what torchrun started on rank 0's node, what was measured there.
+
+    Raises:
+        ConfigError: rank 0's table cannot be read.
+    """
+    local = config.ranks_per_node or os.environ.get("LOCAL_WORLD_SIZE") or mesh.size()
+    ranks_per_node = int(journal.agree("ranks_per_node", str(local)))
+    comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
+    path = table_path(topology_of(comm, device))
+    text = journal.agree("comm", path.read_text() if path.exists() else "")
+    if not text:
+        return Network(ranks_per_node)
+    try:
+        return Network(ranks_per_node, loads(text))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} on rank 0: {error}", "delete it, or run `zerofx bench comm` again"
+        ) from error
+
+
+def topology_of(comm: Comm, device: torch.device) -> str:
+    """Name of the table that serves `comm`."""
+    version = str(torch.__version__)
+    return topology(comm.backend, device.type, comm.size, comm.node_size, version)
+
+
+def table_path(topology: str) -> Path:
+    """Where a table is kept: under `ZEROFX_CACHE`, by default `~/.cache/zerofx`."""
+    root = os.environ.get("ZEROFX_CACHE") or Path.home() / ".cache" / "zerofx"
+    return Path(root) / "comm" / f"{topology}.json"
+
+
+def save_table(table: CommTable) -> Path:
+    """Write `table` where the next run looks for it."""
+    path = table_path(table.topology)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(table.dumps())
+    return partial.replace(path)
