@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,21 +85,29 @@ class Measurement:
         return self.sent[micro_batches] / (_BYTES * self.num_params * share)
 
 
-def expected_at_rest(stage: int, num_ranks: int) -> float:
-    """Bytes per parameter after a step: parameters, gradients and Adam's two moments in fp32."""
+def expected_at_rest(stage: int, num_ranks: int, compute_bytes: int = 4) -> float:
+    """Bytes per parameter after a step: parameters, gradients and Adam's two moments in fp32.
+
+    With a `param_dtype` of 2 bytes, stages 1 and 2 hold a full copy in it beside the fp32 shards.
+    """
+    if stage in (1, 2) and compute_bytes < 4:
+        return compute_bytes + 16 / num_ranks
     full = {0: 16, 1: 4, 2: 4, 3: 0}[stage]
     return full + (16 - full) / num_ranks
 
 
-def expected_peak(stage: int, num_ranks: int) -> float:
+def expected_peak(stage: int, num_ranks: int, compute_bytes: int = 4) -> float:
     """Bytes per parameter in backward, without activations and what is in flight."""
     # Stage 1 has all full gradients, and no sharded ones yet, when it starts to exchange them.
-    return 8 + 8 / num_ranks if stage == 1 else expected_at_rest(stage, num_ranks)
+    if stage == 1:
+        return 2 * compute_bytes + (12 if compute_bytes < 4 else 8) / num_ranks
+    return expected_at_rest(stage, num_ranks, compute_bytes)
 
 
-def expected_sent(stage: int, micro_batches: int) -> int:
-    """Parameters sent per step, as a multiple of Ψ(W−1)/W."""
-    return {0: 2, 1: 2, 2: 1 + micro_batches, 3: 3 * micro_batches}[stage]
+def expected_sent(stage: int, micro_batches: int, compute_bytes: int = 4) -> float:
+    """Parameters of 4 bytes sent per step, as a multiple of Ψ(W−1)/W."""
+    count = {0: 2, 1: 2, 2: 1 + micro_batches, 3: 3 * micro_batches}[stage]
+    return count * compute_bytes / 4
 
 
 class Block(nn.Module):
@@ -145,10 +154,14 @@ class Gpt(nn.Module):
 
 
 def measure(
-    stage: int, micro_batches: Sequence[int] = (1, 2), width: int = 256, depth: int = 6
+    stage: int,
+    micro_batches: Sequence[int] = (1, 2),
+    width: int = 256,
+    depth: int = 6,
+    **options: Any,
 ) -> Measurement:
     """Train one stage on the ranks of the default group, and look at this rank."""
-    runs = {count: _Run(stage, count, width, depth) for count in micro_batches}
+    runs = {count: _Run(stage, count, width, depth, options) for count in micro_batches}
     for run in runs.values():
         run.train()
     first = runs[micro_batches[0]]
@@ -167,9 +180,12 @@ def measure(
 class _Run:
     """A few steps of training, the last one looked at."""
 
-    def __init__(self, stage: int, micro_batches: int, width: int, depth: int) -> None:
+    def __init__(
+        self, stage: int, micro_batches: int, width: int, depth: int, options: dict[str, Any]
+    ) -> None:
         # Strictly by the formula: by default stage 3 sends less, since it keeps a bucket.
-        self._options = {"inner": "eager", "min_shard_numel": 0, "memory_budget": 0}
+        strict = {"inner": "eager", "min_shard_numel": 0, "memory_budget": 0}
+        self._options: dict[str, Any] = {**strict, **options}
         if stage < 2:
             self._options["accumulate"] = micro_batches
         self._stage = stage

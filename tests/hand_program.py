@@ -101,5 +101,6 @@ class Hand:
 
     def _param_call(self, op: Any, role: Role, shard: fx.Node) -> fx.Node:
         spec = self.params[facts(shard).param]
-        args = (shard, list(spec.shape), spec.layout.handle)
+        cast = () if spec.cast is None else (spec.cast,)
+        args = (shard, list(spec.shape), spec.layout.handle, *cast)
         return self.call(op, *args, role=role, param=spec.name)

@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -59,6 +59,7 @@ def train(
     rank_seeds: bool = False,
     micro_batches: int = 1,
     world_size: int | None = None,
+    precision: Mapping[str, Any] | None = None,
 ) -> Result:
     """Trains model `name` of the zoo and returns what this rank saw.
 
@@ -76,6 +77,7 @@ def train(
         rank_seeds: give each rank its own initial weights; rank 0's must win.
         micro_batches: backward passes per step; each step's loss is the last one's.
         world_size: for "single", how many ranks to stand for; by default those of the group.
+        precision: for "fully_shard" and zeroN, fields of `MixedPrecisionPolicy`.
     """
     if how not in HOWS:
         raise ValueError(f"how={how!r} is not one of {', '.join(HOWS)}")
@@ -83,7 +85,8 @@ def train(
     ranks = range(world_size) if how == "single" else [rank]
     sizes = [rows] * world_size if isinstance(rows, int) else list(rows)
     model = make(name, dtype, seed=rank if rank_seeds and how != "single" else 0)
-    run, opt = _prepare(name, how, model, optimizer, dict(options or {}), optimizer_first)
+    chosen = {**(options or {}), **(precision or {})} if how in ZERO else dict(precision or {})
+    run, opt = _prepare(name, how, model, optimizer, chosen, optimizer_first)
 
     def inputs(number: int) -> dict[int, Batch]:
         return {r: batch(name, r, number, dtype, rows=sizes[r]) for r in ranks}
@@ -201,13 +204,12 @@ def _prepare(
         # FSDP2 leaves initial values to the user; DDP and zerofx broadcast rank 0's.
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        for path in entry.fsdp_blocks:
-            fully_shard(model.get_submodule(path))
-        fully_shard(model)
+        for module in (*map(model.get_submodule, entry.fsdp_blocks), model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(**options))
         return model, build_optimizer(optimizer, model.parameters())
     options.setdefault("min_shard_numel", 0)
     early = build_optimizer(optimizer, model.parameters()) if optimizer_first else None
-    if entry.explicit:
+    if entry.explicit or "param_dtype" in options:
         import zerofx  # the one line needs no import, and only these models need more
 
         zerofx.shard(model, zerofx.ZeroConfig(stage=int(how[-1]), **options))

@@ -36,15 +36,17 @@ def specs_of(
     dtype: torch.dtype = torch.float64,
     frozen: Sequence[str] = (),
     small: int = 0,
+    cast: torch.dtype | None = None,
 ) -> dict[str, ParamSpec]:
     """Specs in order; those with fewer than `small` elements, and scalars, are replicated."""
     world = layout.num_shards * layout.num_replicas
-    replicated = Layout(1, 1, world, False)
+    replicated = Layout(1, 1, world, False, reduce_dtype=layout.reduce_dtype)
     out: dict[str, ParamSpec] = {}
     for index, (name, shape) in enumerate(shapes.items()):
         size = torch.Size(shape)
         chosen = layout if len(size) and size.numel() >= small else replicated
-        out[name] = ParamSpec(name, index, size, dtype, name not in frozen, chosen)
+        trainable = name not in frozen
+        out[name] = ParamSpec(name, index, size, dtype, trainable, chosen, cast=cast)
     return out
 
 
@@ -75,7 +77,9 @@ class Model:
             name: value.detach().clone().requires_grad_(self.params[name].trainable)
             for name, value in values.items()
         }
-        outs = self.forward(lambda name: leaves[name], buffers, inputs)
+        outs = self.forward(
+            lambda name: leaves[name].to(self.params[name].full_dtype), buffers, inputs
+        )
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         grads = iter(torch.autograd.grad(outs[0], wanted, allow_unused=True))
         found = [next(grads) if leaf.requires_grad else None for leaf in leaves.values()]
@@ -193,7 +197,7 @@ def _reader(model: Model, shards: Sequence[Tensor]) -> tuple[Read, dict[str, Ten
     def read(name: str) -> Tensor:
         spec, leaf = model.params[name], leaves[name]
         # A DTensor's `to_local` leaves such a view in the graph.
-        return ops.UNSHARD(leaf.view(leaf.shape), spec.shape, spec.layout.handle)
+        return ops.UNSHARD(leaf.view(leaf.shape), spec.shape, spec.layout.handle, spec.cast)
 
     return read, leaves
 

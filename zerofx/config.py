@@ -8,12 +8,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.errors import ConfigError
 
 Stage = Literal[0, 1, 2, 3]
 Inner = Literal["inductor", "eager"]
+_FLOATS = "None or a floating-point torch.dtype of at least 16 bits, such as torch.bfloat16"
 
 
 def _dump_from_environment() -> str:
@@ -54,6 +56,13 @@ class ZeroConfig:
             backward needs first, is kept, and nothing else.
         device_memory: bytes that a rank may use: the backend `zero` chooses the stage by it. By
             default what its GPU has free or, on CPUs, the host's memory divided by its ranks.
+        param_dtype: dtype of full values, and so of computation, gathers and gradients before their
+            reduction. Parameters at rest, `.grad` and optimizer state keep their own dtype: that is
+            the master copy. All parameters follow, buffers do not. By default nothing is cast.
+        reduce_dtype: dtype in which gradients travel and are averaged; each mean is then cast to
+            its parameter's dtype. By default gradients travel as they are computed.
+        output_dtype: dtype to which floating-point outputs of the model's forward are cast.
+        cast_forward_inputs: cast floating-point inputs of the model's forward to `param_dtype`.
         verify: check the program's rules after every pass.
         disable: names of passes to leave out.
         passes: changes of the pipeline, in order: a pass (an instance) goes to the end,
@@ -76,6 +85,10 @@ class ZeroConfig:
     prefetch_bytes: int | None = None
     memory_budget: int | None = None
     device_memory: int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
     verify: bool = True
     disable: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
@@ -107,6 +120,9 @@ class ZeroConfig:
             (_is_size(self.memory_budget), "memory_budget", "None or an integer of at least 0"),
             (_is_size(self.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
             (_is_size(self.device_memory), "device_memory", "None or an integer of at least 0"),
+            (_is_float(self.param_dtype), "param_dtype", _FLOATS),
+            (_is_float(self.reduce_dtype), "reduce_dtype", _FLOATS),
+            (_is_float(self.output_dtype), "output_dtype", _FLOATS),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
         for good, name, wanted in checks:
@@ -154,6 +170,13 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_float(value: torch.dtype | None) -> bool:
+    if value is None:
+        return True
+    # Users may pass anything, whatever the annotation says.
+    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def _is_size(value: object) -> bool:

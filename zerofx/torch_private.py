@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -118,6 +119,16 @@ def below_transforms(value: Any) -> Any:
 def inside_transform() -> bool:
     """Whether a `torch.func` transform is under way."""
     return functorch.peek_interpreter_stack() is not None
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in a nest of lists, tuples, dicts and classes registered with torch."""
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """The same nest with `function` applied to its tensors."""
+    return _pytree.tree_map_only(Tensor, function, values)
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:

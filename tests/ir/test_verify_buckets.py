@@ -44,3 +44,13 @@ def test_member_of_another_name() -> None:
     wait = hand.wait(start)
     set_facts(start, dataclasses.replace(facts(start), members=(W,)))
     refused(hand.program([wait]), "own_shard", f"the shard of {V}, not of {W}")
+
+
+def test_gather_that_forgets_the_dtype_of_the_policy() -> None:
+    params = {name: dataclasses.replace(spec, cast=torch.bfloat16) for name, spec in PARAMS.items()}
+    hand = Hand(params)
+    shard = hand.shard(W)
+    rebuilt = hand.wait(hand.start(shard))  # without the dtype
+    refused(
+        hand.program([rebuilt]), "own_dtype", f"full.{W}", "is torch.float64, not torch.bfloat16"
+    )

@@ -15,6 +15,7 @@ from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
+from zerofx.passes.cast_before_gather import CastBeforeGather
 from zerofx.passes.copy_returned import CopyReturned
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.fuse_unshards import FuseUnshards
@@ -27,7 +28,8 @@ from zerofx.passes.merge_unshards import MergeUnshards
 from zerofx.passes.schedule import Schedule
 from zerofx.passes.sync_buffers import SyncBuffers
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
+BF16, FP16 = torch.bfloat16, torch.float16
 _TWO = specs_of({"w": (3, 3), "v": (3, 3)}, layout_of(2))
 _THREE = specs_of({"l.0.w": (3, 3), "l.0.v": (3, 3), "l.1.u": (3, 3)}, layout_of(2))
 _MIXED = {
@@ -37,6 +39,9 @@ _MIXED = {
 _ONE = specs_of({"w": (3, 3)}, layout_of(2))
 _RESIDENT = specs_of({"w": (3, 3)}, layout_of(2, resident=True))
 _REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
+_LOW = dataclasses.replace(layout_of(2), reduce_dtype=BF16)
+_CAST = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32)
+_CAST_REPLICATED = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32, small=100)
 _HYBRID = specs_of({"w": (3, 3)}, layout_of(2, replicas=2))
 
 
@@ -82,6 +87,27 @@ def gradients_of_two() -> Program:
     w, v, g = hand.shard("w"), hand.shard("v"), hand.input("g", 3, 3)
     a, b = hand.reduce(g, w), hand.reduce(g, v)
     return hand.program([a, b, hand.call(aten.add.Tensor, a, b)], 0)
+
+
+def reads_cast(
+    params: dict[str, object], *dtypes: torch.dtype, stage: int = 3
+) -> Callable[[], Program]:
+    """One product for each cast of the weight; `float64` is the weight itself."""
+
+    def build() -> Program:
+        hand = Hand(params, Region.JOINT, stage)  # type: ignore[arg-type]
+        full = hand.unshard(hand.shard("w"))
+        outputs = []
+        for dtype in dtypes:
+            x = hand.call(
+                prims.convert_element_type.default, hand.input(f"x{len(outputs)}", 2, 3), dtype
+            )
+            same = dtype is torch.float64
+            w = full if same else hand.call(prims.convert_element_type.default, full, dtype)
+            outputs.append(hand.call(aten.mm.default, x, w))
+        return hand.program(outputs)
+
+    return build
 
 
 def returns_weight() -> Program:
@@ -218,16 +244,30 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("merge_reduces", "doc"): (MergeReduces(), two_gradients),
     ("merge_reduces", "three_behind_views"): (MergeReduces(), three_gradients),
     ("merge_reduces", "two_parameters"): (MergeReduces(), gradients_of_two),
+    ("cast_before_gather", "doc"): (CastBeforeGather(), reads_cast(_ONE, BF16)),
+    ("cast_before_gather", "twice"): (CastBeforeGather(), reads_cast(_ONE, BF16, BF16)),
+    ("cast_before_gather", "two_dtypes"): (CastBeforeGather(), reads_cast(_ONE, BF16, FP16)),
+    ("cast_before_gather", "read_whole_too"): (
+        CastBeforeGather(),
+        reads_cast(_ONE, BF16, torch.float64),
+    ),
+    ("cast_before_gather", "resident"): (
+        CastBeforeGather(),
+        reads_cast(_RESIDENT, BF16, stage=2),
+    ),
     ("copy_returned", "doc"): (CopyReturned(), returns_weight),
     ("copy_returned", "view"): (CopyReturned(), returns_view),
     ("insert_unshards", "doc"): (InsertUnshards(), reads(_ONE)),
     ("insert_unshards", "first_reader"): (InsertUnshards(), gathers_late),
     ("insert_unshards", "resident"): (InsertUnshards(), reads(_RESIDENT, 2)),
     ("insert_unshards", "replicated"): (InsertUnshards(), reads(_REPLICATED)),
+    ("insert_unshards", "cast"): (InsertUnshards(), reads(_CAST)),
+    ("insert_unshards", "cast_replicated"): (InsertUnshards(), reads(_CAST_REPLICATED)),
     ("insert_reduces", "doc"): (InsertReduces(), gradients(_ONE, "w")),
     ("insert_reduces", "ready"): (InsertReduces(), gradients(_TWO, "w", "v")),
     ("insert_reduces", "end"): (InsertReduces(place="end"), gradients(_TWO, "w", "v")),
     ("insert_reduces", "replicated"): (InsertReduces(), gradients(_REPLICATED, "w")),
+    ("insert_reduces", "reduce_dtype"): (InsertReduces(), gradients(_CAST, "w")),
     ("insert_reduces", "hybrid"): (InsertReduces(), gradients(_HYBRID, "w")),
     ("insert_frees", "doc"): (InsertFrees(), gathered),
     ("insert_frees", "views"): (InsertFrees(), gathered_views),

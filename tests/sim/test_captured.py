@@ -38,18 +38,7 @@ def test_captured_programs_mean_data_parallelism(
 ) -> None:
     plain = make(name, torch.float64)
     batches = [batch(name, rank, 0, torch.float64) for rank in range(WORLD)]
-    programs, order = capture_programs(copy.deepcopy(plain), batches[0], stage, monkeypatch)
-    forward, backward = programs[Region.FORWARD], programs[Region.BACKWARD]
-
-    weights = dict(plain.named_parameters(remove_duplicate=False))
-    inputs = [
-        [value_of(node, rank, forward, weights, order, batches) for node in inputs_of(forward)]
-        for rank in range(WORLD)
-    ]
-    results = run_lockstep(forward, inputs)
-    saved = [result[forward.num_user_outputs :] for result in results]
-    grads = run_lockstep(backward, [[*one, torch.ones((), dtype=torch.float64)] for one in saved])
-
+    results, grads, backward = step_in_lockstep(plain, batches, stage, monkeypatch)
     losses, expected = reference(plain, batches)
     for rank in range(WORLD):
         torch.testing.assert_close(results[rank][0], losses[rank])
@@ -60,8 +49,56 @@ def test_captured_programs_mean_data_parallelism(
             torch.testing.assert_close(grad, mine)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_captured_programs_in_mixed_precision(
+    stage: int, first_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters of fp64, computation in fp32, gradients averaged in bf16."""
+    plain = make("gpt", torch.float64)
+    batches = [batch("gpt", rank, 0) for rank in range(WORLD)]
+    precision = {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}
+    results, grads, backward = step_in_lockstep(plain, batches, stage, monkeypatch, **precision)
+    losses, expected = reference(make("gpt", torch.float64).float(), batches)
+    for rank in range(WORLD):
+        assert results[rank][0].dtype is torch.float32
+        torch.testing.assert_close(results[rank][0], losses[rank])
+        for param, grad in named_gradients(backward, grads[rank]).items():
+            mine = shards_of(expected[param], backward.params[param])[rank]
+            assert grad.dtype is torch.float64
+            assert torch.equal(grad, grad.bfloat16().double())
+            scale = expected[param].abs().max().item()
+            torch.testing.assert_close(grad, mine.double(), rtol=0, atol=2e-2 * scale)
+
+
+def step_in_lockstep(
+    plain: nn.Module,
+    batches: list[tuple[Tensor, ...]],
+    stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+    **precision: torch.dtype,
+) -> tuple[list[list[Any]], list[list[Any]], Program]:
+    """Outputs and gradients of each rank, and the backward program."""
+    model = copy.deepcopy(plain)
+    programs, order = capture_programs(model, batches[0], stage, monkeypatch, **precision)
+    forward, backward = programs[Region.FORWARD], programs[Region.BACKWARD]
+
+    weights = dict(plain.named_parameters(remove_duplicate=False))
+    inputs = [
+        [value_of(node, rank, forward, weights, order, batches) for node in inputs_of(forward)]
+        for rank in range(WORLD)
+    ]
+    results = run_lockstep(forward, inputs)
+    saved = [result[forward.num_user_outputs :] for result in results]
+    one = torch.ones_like(results[0][0])
+    return results, run_lockstep(backward, [[*each, one] for each in saved]), backward
+
+
 def capture_programs(
-    model: nn.Module, inputs: tuple[Tensor, ...], stage: int, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+    **precision: torch.dtype,
 ) -> tuple[dict[Region, Program], list[int | None]]:
     """The final programs of one step, and which model input each forward input is."""
     programs: dict[Region, Program] = {}
@@ -82,7 +119,7 @@ def capture_programs(
         return boxed
 
     monkeypatch.setattr(capture, "lower", recording)
-    options = {"inner": "eager", "min_shard_numel": 0}
+    options = {"inner": "eager", "min_shard_numel": 0, **precision}
     torch.compile(model, backend=f"zero{stage}", options=options)(*inputs).backward()
     return programs, order
 

@@ -17,7 +17,12 @@ from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.choose import choose_stage
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.roots import find_missing_roots, find_root, refuse_running_wrappers
+from zerofx.frontend.roots import (
+    find_missing_roots,
+    find_root,
+    refuse_late_casts,
+    refuse_running_wrappers,
+)
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import refuse_changed, registered, with_registered
@@ -106,6 +111,8 @@ def _shard_and_compile(
     config = with_registered(config_from_options(stage, options))
     compiler = SegmentCompiler(config.inner, _patches(config, mode))
     if root is not None:
+        if session_of(root) is None:
+            refuse_late_casts(root, config)
         shard_model(root, config, fingerprint(pipeline(config, 0)))
         restart_dynamo()
     find_missing_roots(live_sessions())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.config import ZeroConfig
@@ -22,6 +24,7 @@ from zerofx.ir.facts import facts
 from zerofx.ir.ops import UNSHARD
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
+from zerofx.ir.view import computes_in
 from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
@@ -51,6 +54,7 @@ class Capture:
         self.config = config
         # Programs outlive models in Dynamo's cache, and must not keep their memory.
         self.inputs = dataclasses.replace(inputs, sessions=())
+        self._sessions = weakref.WeakSet(inputs.sessions)
         self.compiler = compiler
         session = inputs.session
         listed = _passes(config, session) if session else ()
@@ -93,6 +97,9 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.config.inner == "inductor":
             inductor_joint_passes(joint, joint_inputs)
+        if computes_in(torch.float16, joint.graph):
+            for session in self._sessions:
+                session.scales_losses = True
         self._num_user_outputs = num_fwd_outputs
         self._params = annotate(joint.graph, self.inputs)
         whole = self._run(joint, Region.JOINT)

@@ -21,6 +21,7 @@ from zerofx.ir.ops import (
     UNSHARD,
     UNSHARD_START,
     UNSHARD_WAIT,
+    full_dtype,
     members,
     started_by,
     waits_of,
@@ -132,12 +133,13 @@ def _bind(node: fx.Node, region: Region) -> Run:
 
 
 def _bind_gather(start: fx.Node, region: Region) -> Run:
-    """Global sizes stand at the waits, of which verified programs have one for each member."""
+    """Sizes and dtypes stand at the waits; verified programs have one for each member."""
     reuse = region is Region.BACKWARD
     handle, shards = _handle(start, 1), _places(start, 0)
-    sizes = [_size(wait) for wait in waits_of(start)]
+    waits = waits_of(start)
+    sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
-        [args[place] for place in shards], sizes, reuse=reuse
+        [args[place] for place in shards], sizes, dtypes, reuse=reuse
     )
 
 

@@ -78,7 +78,8 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
             with graph.inserting_before(first):
                 place = {"grad_placements": placements[spec.name]}
                 shard = graph.call_method("to_local", (node,), place)
-                full = graph.call_function(UNSHARD, (shard, spec.shape, spec.layout.handle))
+                args = (shard, spec.shape, spec.layout.handle, spec.cast)
+                full = graph.call_function(UNSHARD, args)
             for reader in readers:
                 reader.replace_input_with(node, full)
         if graph.owning_module is not None:

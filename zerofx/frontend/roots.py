@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
 from zerofx.runtime.session import Session
+from zerofx.sharding.casts import needs_cast
 from zerofx.sharding.refuse import refuse_wrappers
 from zerofx.torch_private import unwrap_compiled
 
@@ -58,6 +60,33 @@ def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
         )
     _refuse_used(root, frames)
     return root
+
+
+def refuse_late_casts(root: nn.Module, config: ZeroConfig) -> None:
+    """Refuse to shard `root` in the middle of a forward whose border should have cast.
+
+    Raises:
+        ShardingError: the call that is running was entered before zerofx knew the model, with
+            arguments that `param_dtype` casts, or with `output_dtype` set.
+    """
+    for frame, module in _module_frames():
+        if module is not root or frame.f_locals.get("self") is not root:
+            continue
+        if frame.f_code.co_name != "_call_impl":
+            continue  # Dynamo traces the call itself anew, hooks included
+        given = frame.f_locals["args"], frame.f_locals["kwargs"]
+        dtype = config.param_dtype if config.cast_forward_inputs else None
+        late = [
+            *(["cast_forward_inputs"] if dtype is not None and needs_cast(given, dtype) else []),
+            *(["output_dtype"] if config.output_dtype is not None else []),
+        ]
+        if late:
+            raise ShardingError(
+                f"the first forward of {type(root).__name__} is running already, so that its "
+                f"border casts nothing ({', '.join(late)})",
+                "shard before the first forward: "
+                "zerofx.shard(model, zerofx.ZeroConfig(stage=…, param_dtype=…))",
+            )
 
 
 def find_missing_roots(sessions: Iterable[Session]) -> None:

@@ -143,7 +143,7 @@ class Case:
         for full in self.gathered:
             if ops.is_call(full, ops.UNSHARD):
                 continue
-            start, size = ops.started_by(full), self._full_bytes(full)
+            start, size = ops.started_by(full), self.program.full_bytes(full)
             changes[start] = changes.get(start, 0) + size
             for free in self.frees.get(full, ())[:1]:
                 changes[free] = changes.get(free, 0) - size
@@ -175,12 +175,6 @@ class Case:
     def _is_temporary(self, full: fx.Node) -> bool:
         spec = self.program.spec(full)
         return spec is None or spec.layout.temporary
-
-    def _full_bytes(self, full: fx.Node) -> int:
-        spec, value = self.program.spec(full), full.meta.get("val")
-        if spec is not None:
-            return spec.full_bytes
-        return int(value.numel()) * value.dtype.itemsize if isinstance(value, Tensor) else 0
 
 
 def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:

@@ -2,20 +2,28 @@
 
 Markers appear while a model is traced and say nothing about when or how bytes move:
 
-* `unshard(shard, size, layout)`: the full value of a parameter;
+* `unshard(shard, size, layout, dtype)`: the full value of a parameter;
 * `reduce_grad(grad, shard, layout)`: the mean over all data-parallel ranks of a full gradient, of
   which each rank keeps what it owns. It is registered as the gradient of `unshard`.
 
 Passes replace them by program nodes, which only a program holds:
 
-* `unshard_start(shards, layout)` → `unshard_wait(pending, shard, size)` → `free(full, layout)`;
+* `unshard_start(shards, layout)` → `unshard_wait(pending, shard, size, dtype)` →
+  `free(full, layout)`;
 * `keep(full, shard, layout)` instead of `free`: the next backward may use the value;
 * `reduce_start(grads, shards, layout)` → `reduce_wait(pending, shard)`;
 * `sync_buffers(buffers, layout)`: rank 0's values, in place.
 
 A start moves a bucket: one or more parameters of one layout, its members. Each member is waited for
 by a node of its own, which names it by its shard. `size` is the global shape, `layout` an integer
-handle (see `zerofx.ir.spec.Layout`). Eager kernels of the markers are registered by
+handle (see `zerofx.ir.spec.Layout`).
+
+Mixed precision is part of what these mean. A full value has the dtype that its marker or wait
+states, by default the shard's; shards are cast before they travel. Gradients are cast to the
+layout's `reduce_dtype` (by default they travel as they are), averaged in at least fp32, rounded to
+it, and end in the dtype of the shard.
+
+Eager kernels of the markers are registered by
 `zerofx.runtime.markers`; program nodes are bound by `zerofx.runtime.execute`, or interpreted by
 `zerofx.sim.lockstep`.
 """
@@ -32,10 +40,10 @@ from torch import Tensor, fx
 _torch_library: Any = torch.library
 _LIBRARY = _torch_library.Library("zerofx", "DEF")
 for _schema in (
-    "unshard(Tensor shard, SymInt[] size, int layout) -> Tensor",
+    "unshard(Tensor shard, SymInt[] size, int layout, ScalarType? dtype=None) -> Tensor",
     "reduce_grad(Tensor grad, Tensor shard, int layout) -> Tensor",
     "unshard_start(Tensor[] shards, int layout) -> Tensor",
-    "unshard_wait(Tensor pending, Tensor shard, SymInt[] size) -> Tensor",
+    "unshard_wait(Tensor pending, Tensor shard, SymInt[] size, ScalarType? dtype=None) -> Tensor",
     "free(Tensor full, int layout) -> ()",
     "keep(Tensor full, Tensor shard, int layout) -> ()",
     "reduce_start(Tensor[] grads, Tensor[] shards, int layout) -> Tensor",
@@ -88,6 +96,11 @@ def gradients(node: fx.Node) -> list[fx.Node]:
     return [grad for grad in grads if isinstance(grad, fx.Node)]
 
 
+def full_dtype(full: fx.Node) -> torch.dtype | None:
+    """The dtype that `unshard` or `unshard_wait` states; `None`: that of the shard."""
+    return cast("torch.dtype | None", full.args[3]) if len(full.args) > 3 else None
+
+
 def started_by(wait: fx.Node) -> fx.Node:
     """The collective that `unshard_wait` or `reduce_wait` waits for."""
     start = wait.args[0]
@@ -102,13 +115,13 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
 
 
 @_fake("zerofx::unshard")
-def _(shard: Tensor, size: list[int], layout: int) -> Tensor:
-    return shard.new_empty(size)
+def _(shard: Tensor, size: list[int], layout: int, dtype: torch.dtype | None = None) -> Tensor:
+    return shard.new_empty(size, dtype=dtype)
 
 
 @_fake("zerofx::reduce_grad")
 def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
-    return grad.new_empty(shard.shape)
+    return shard.new_empty(shard.shape)
 
 
 @_fake("zerofx::unshard_start")
@@ -117,8 +130,8 @@ def _(shards: list[Tensor], layout: int) -> Tensor:
 
 
 @_fake("zerofx::unshard_wait")
-def _(pending: Tensor, shard: Tensor, size: list[int]) -> Tensor:
-    return shard.new_empty(size)
+def _(pending: Tensor, shard: Tensor, size: list[int], dtype: torch.dtype | None = None) -> Tensor:
+    return shard.new_empty(size, dtype=dtype)
 
 
 @_fake("zerofx::free")
@@ -148,21 +161,21 @@ def _(buffers: list[Tensor], layout: int) -> None:
 
 def _unshard_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # Kept as an attribute, not saved: its values do not matter, only which parameter it is.
-    ctx.shard, _, ctx.layout = inputs
+    ctx.shard, _, ctx.layout, _ = inputs
 
 
-def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return REDUCE_GRAD(grad, ctx.shard, ctx.layout), None, None
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return REDUCE_GRAD(grad, ctx.shard, ctx.layout), None, None, None
 
 
 def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     grad, ctx.shard, ctx.layout = inputs
-    ctx.size = grad.shape
+    ctx.size, ctx.dtype = grad.shape, grad.dtype
 
 
 def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     # Each rank differentiates its own loss; the mean is taken once, by the next reduce_grad.
-    return UNSHARD(grad, ctx.size, ctx.layout), None, None
+    return UNSHARD(grad, ctx.size, ctx.layout, ctx.dtype), None, None
 
 
 _torch_library.register_autograd(

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
+from zerofx.ir import ops
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.spec import ParamSpec, Region
 
@@ -60,3 +61,30 @@ class Program:
     def spec(self, node: fx.Node) -> ParamSpec | None:
         """The parameter that `node` concerns."""
         return self.params.get(facts(node).param)
+
+    def full_bytes(self, *nodes: fx.Node) -> int:
+        """Bytes of full values, in the dtypes that their nodes have.
+
+        Args:
+            nodes: full values, or gradients, of parameters; what frees or keeps a full value; what
+                gathers or reduces: all its members.
+        """
+        return sum(map(self._full_bytes, nodes))
+
+    def _full_bytes(self, node: fx.Node) -> int:
+        if ops.is_call(node, ops.UNSHARD_START):
+            return self.full_bytes(*ops.waits_of(node))
+        if ops.is_call(node, ops.REDUCE_START):
+            specs = [self.params.get(name) for name in facts(node).members]
+            pairs = zip(specs, ops.gradients(node), strict=False)
+            return sum(_padded_bytes(spec, grad) for spec, grad in pairs)
+        if ops.is_call(node, ops.FREE, ops.KEEP):
+            return _padded_bytes(self.spec(node), node.all_input_nodes[0])
+        return _padded_bytes(self.spec(node), node)
+
+
+def _padded_bytes(spec: ParamSpec | None, value: fx.Node) -> int:
+    fake = value.meta.get("val")
+    if not isinstance(fake, Tensor):
+        return spec.full_bytes if spec is not None else 0
+    return (spec.padded_numel if spec is not None else int(fake.numel())) * fake.dtype.itemsize

@@ -117,6 +117,15 @@ def own_shard(case: Case) -> Iterator[Offence]:
                 yield Offence(start, f"works on the shard of {other}, not of {param}")
 
 
+def own_dtype(case: Case) -> Iterator[Offence]:
+    """A full value has the dtype that mixed precision states for its parameter."""
+    for full in case.calls(ops.UNSHARD, ops.UNSHARD_WAIT):
+        spec, value = case.program.spec(full), full.meta.get("val")
+        cast = spec.cast if spec is not None else None
+        if cast is not None and isinstance(value, Tensor) and value.dtype is not cast:
+            yield Offence(full, f"is {value.dtype}, not {cast}")
+
+
 def one_gather(case: Case) -> Iterator[Offence]:
     """ZeRO §7.2.2 counts one gather of each parameter per walk over the model."""
     if not (case.final or "merge_unshards" in case.done):
@@ -249,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     Rule("waits_in_order", waits_in_order, "wait in the order of the starts"),
     Rule("stated_order", stated_order, "start collectives in the order of the plan"),
     Rule("own_shard", own_shard, "pass the shard of the same parameter"),
+    Rule("own_dtype", own_dtype, "pass the dtype on when a gather is rebuilt"),
     Rule("one_gather", one_gather, _ENABLE),
     Rule("freed_once", freed_once, _ENABLE),
     Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),

@@ -41,6 +41,7 @@ class Layout:
         resident: a full copy stays on every rank (stages 1 and 2); the shard is a view into it.
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
+        reduce_dtype: in which gradients travel and are averaged; by default each in its own.
     """
 
     handle: int
@@ -49,6 +50,7 @@ class Layout:
     resident: bool
     shard_axis: str = "shard"
     replica_axis: str = "replicate"
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def sharded(self) -> bool:
@@ -82,6 +84,7 @@ class ParamSpec:
         layout: how it lies on the mesh.
         tied: its other names.
         tier: the memory that holds the shard at rest.
+        cast: dtype of the full value, if it is not the one at rest: shards are cast, then gathered.
     """
 
     name: str
@@ -92,6 +95,12 @@ class ParamSpec:
     layout: Layout
     tied: tuple[str, ...] = ()
     tier: Tier = Tier.DEVICE
+    cast: torch.dtype | None = None
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """The dtype that the model computes with."""
+        return self.cast or self.dtype
 
     @property
     def numel(self) -> int:
@@ -118,7 +127,7 @@ class ParamSpec:
     @property
     def full_bytes(self) -> int:
         """Bytes of the full value with padding."""
-        return self.padded_numel * self.dtype.itemsize
+        return self.padded_numel * self.full_dtype.itemsize
 
     def rows(self, shard: int) -> tuple[int, int]:
         """First and past-the-last row that rank `shard` of the shard axis owns (no padding)."""

@@ -219,7 +219,7 @@ def _target(node: fx.Node) -> str:
     if isinstance(target, str):
         return target
     if hasattr(target, "_schema"):
-        return str(target).removesuffix(".default").removeprefix("aten.").removeprefix("zerofx.")
+        return re.sub(r"^(aten|prims|zerofx)\.", "", str(target).removesuffix(".default"))
     name: str = getattr(target, "__name__", type(target).__name__)
     return name
 
@@ -240,7 +240,11 @@ def _param_line(spec: ParamSpec) -> str:
     frozen = "" if spec.trainable else ", frozen"
     tied = f", tied to {', '.join(spec.tied)}" if spec.tied else ""
     size = ", ".join(str(extent) for extent in spec.shape)
-    return f"param {spec.name}: {_dtype(spec.dtype)}[{size}] {spec.layout.name}{frozen}{tied}"
+    full = f", full in {_dtype(spec.cast)}" if spec.cast else ""
+    wire = spec.layout.reduce_dtype
+    reduced = f", reduced in {_dtype(wire)}" if wire and spec.trainable else ""
+    head = f"param {spec.name}: {_dtype(spec.dtype)}[{size}] {spec.layout.name}"
+    return head + frozen + full + reduced + tied
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -28,6 +28,12 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
+def computes_in(dtype: torch.dtype, graph: fx.Graph) -> bool:
+    """Whether any value of `graph` has `dtype`."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return any(isinstance(value, Tensor) and value.dtype is dtype for value in values)
+
+
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs whose memory the value of `node` may share."""
     if node.op != "call_function":

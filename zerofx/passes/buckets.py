@@ -79,7 +79,7 @@ def plan_buckets(
     buckets = [
         bucket
         for items in by_layout.values()
-        for bucket in _join(_runs(items, target_bytes), target_bytes)
+        for bucket in _join(_runs(program, items, target_bytes), target_bytes)
     ]
     return BucketPlan(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
 
@@ -105,11 +105,13 @@ def _block(spec: ParamSpec) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _runs(items: Sequence[tuple[fx.Node, ParamSpec]], target_bytes: int) -> list[_Run]:
+def _runs(
+    program: Program, items: Sequence[tuple[fx.Node, ParamSpec]], target_bytes: int
+) -> list[_Run]:
     runs: list[_Run] = []
     limit = _SPLIT * target_bytes
     for start, spec in items:
-        block, size = _block(spec), spec.full_bytes
+        block, size = _block(spec), program.full_bytes(start)
         last = runs[-1] if runs else None
         if last is not None and last.block == block and last.full_bytes + size <= limit:
             last.starts.append(start)

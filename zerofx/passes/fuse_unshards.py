@@ -65,8 +65,7 @@ class FuseUnshards(Pass):
 
 def _waited(edit: Editor, wait: fx.Node, fused: fx.Node, anchor: fx.Node, name: str) -> fx.Node:
     """A wait for the same member of the bucket, after `anchor`, in place of `wait`."""
-    _, shard, size = wait.args
     record = dataclasses.replace(facts(wait), bucket=name)
-    made = edit.call_after(anchor, UNSHARD_WAIT, (fused, shard, size), record)
+    made = edit.call_after(anchor, UNSHARD_WAIT, (fused, *wait.args[1:]), record)
     edit.replace(wait, made)
     return made

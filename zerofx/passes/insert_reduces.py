@@ -9,7 +9,7 @@ from torch import fx
 
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
-from zerofx.ir.ops import REDUCE_GRAD, REDUCE_START, REDUCE_WAIT
+from zerofx.ir.ops import REDUCE_GRAD, REDUCE_START, REDUCE_WAIT, gradients
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass
@@ -45,7 +45,9 @@ class InsertReduces(Pass):
     def plan(self, program: Program) -> ReducePlan:
         """Count the bytes."""
         return ReducePlan(
-            tuple((node, _wire_bytes(program.spec(node))) for node in program.calls(REDUCE_GRAD))
+            tuple(
+                (node, _wire_bytes(program.spec(node), node)) for node in program.calls(REDUCE_GRAD)
+            )
         )
 
     def apply(self, edit: Editor, plan: ReducePlan) -> None:
@@ -65,10 +67,11 @@ class InsertReduces(Pass):
             edit.replace(node, reduced)
 
 
-def _wire_bytes(spec: ParamSpec | None) -> int:
+def _wire_bytes(spec: ParamSpec | None, marker: fx.Node) -> int:
     if spec is None:
         return 0
     shards, replicas = spec.layout.num_shards, spec.layout.num_replicas
     scatter = spec.numel * (shards - 1) // shards
     all_reduce = 2 * spec.numel * (replicas - 1) // (replicas * shards)
-    return (scatter + all_reduce) * spec.dtype.itemsize
+    dtype = spec.layout.reduce_dtype or gradients(marker)[0].meta["val"].dtype
+    return (scatter + all_reduce) * dtype.itemsize

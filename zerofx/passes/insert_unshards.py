@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Facts, Role, facts
-from zerofx.ir.ops import UNSHARD, UNSHARD_START, UNSHARD_WAIT
+from zerofx.ir.ops import UNSHARD, UNSHARD_START, UNSHARD_WAIT, full_dtype
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import alias_closure, positions, readers
 from zerofx.passes.base import Pass
+
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,8 @@ class InsertUnshards(Pass):
 
     ZeRO §5.3 and §7.2.2: parameters are gathered when they are needed. For resident layouts
     (stages 1 and 2) the same nodes refresh the full copy in place, and only if an optimizer or the
-    user changed the shard since; a replicated parameter is its own full value.
+    user changed the shard since. A replicated parameter is its own full value; with a dtype of its
+    own that is a cast, in forward and again in backward. A shard's cast is part of its gather.
 
     Before:
         w = unshard(shard); y = mm(x, w)
@@ -76,17 +80,15 @@ class InsertUnshards(Pass):
                 first = min(computing, key=lambda user: place[user], default=node)
                 early = sorted(views, key=lambda view: place[view])
                 moved = tuple(view for view in early if place[view] < place[first])
-                gathers.append(Gather(node, first, moved, _wire_bytes(spec)))
+                gathers.append(Gather(node, first, moved, _wire_bytes(spec, node)))
         return UnshardPlan(tuple(gathers), tuple(whole))
 
     def apply(self, edit: Editor, plan: UnshardPlan) -> None:
         """Insert the nodes."""
         for node in plan.whole:
-            shard = node.args[0]
-            assert isinstance(shard, fx.Node)
-            edit.replace(node, shard)
+            edit.replace(node, _whole(edit, node))
         for gather in plan.gathers:
-            shard, size, layout = gather.marker.args
+            shard, size, layout, *dtype = gather.marker.args
             known = facts(gather.marker)
             record = dataclasses.replace(
                 known,
@@ -96,19 +98,29 @@ class InsertUnshards(Pass):
                 members=(known.param,),
             )
             start = edit.call_before(gather.first, UNSHARD_START, ([shard], layout), record)
-            full = edit.call_after(start, UNSHARD_WAIT, (start, shard, size), _full(record))
+            full = edit.call_after(start, UNSHARD_WAIT, (start, shard, size, *dtype), _full(record))
             edit.replace(gather.marker, full)
         for gather in plan.gathers:
             for view in gather.views:
                 edit.move_before(view, gather.first)
 
 
+def _whole(edit: Editor, marker: fx.Node) -> fx.Node:
+    """The full value of a parameter that every rank holds: its shard, or a cast of it."""
+    shard, dtype = marker.args[0], full_dtype(marker)
+    assert isinstance(shard, fx.Node)
+    if dtype in (None, shard.meta["val"].dtype):
+        return shard
+    record = dataclasses.replace(facts(marker), role=Role.COMPUTE)
+    return edit.call_before(marker, _CAST, (shard, dtype), record)
+
+
 def _full(record: Facts) -> Facts:
     return dataclasses.replace(record, role=Role.FULL, wire_bytes=0, members=())
 
 
-def _wire_bytes(spec: ParamSpec | None) -> int:
+def _wire_bytes(spec: ParamSpec | None, marker: fx.Node) -> int:
     if spec is None:
         return 0
     shards = spec.layout.num_shards
-    return spec.padded_numel // shards * (shards - 1) * spec.dtype.itemsize
+    return spec.padded_numel // shards * (shards - 1) * marker.meta["val"].dtype.itemsize

@@ -98,4 +98,4 @@ def _frees_of(program: Program, start: fx.Node) -> dict[fx.Node, fx.Node]:
 
 
 def _bytes(program: Program, frees: dict[fx.Node, fx.Node]) -> int:
-    return sum(program.params[facts(free).param].full_bytes for free in frees)
+    return program.full_bytes(*frees)

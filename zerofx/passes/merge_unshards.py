@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir.edit import Editor
-from zerofx.ir.ops import UNSHARD
+from zerofx.ir.ops import UNSHARD, full_dtype
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
@@ -39,10 +39,10 @@ class MergeUnshards(Pass):
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> MergePlan:
-        """Group markers by shard and layout."""
-        groups: dict[tuple[object, object], list[fx.Node]] = {}
+        """Group markers by shard, layout and dtype."""
+        groups: dict[tuple[object, ...], list[fx.Node]] = {}
         for node in program.calls(UNSHARD):
-            groups.setdefault((node.args[0], node.args[2]), []).append(node)
+            groups.setdefault((node.args[0], node.args[2], full_dtype(node)), []).append(node)
         return MergePlan(
             tuple((group[0], tuple(group[1:])) for group in groups.values() if len(group) > 1)
         )

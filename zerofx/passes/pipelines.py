@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerofx.config import ZeroConfig
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES
+from zerofx.passes.cast_before_gather import CastBeforeGather
 from zerofx.passes.changes import as_change, change_pipeline, unknown_pass
 from zerofx.passes.copy_returned import CopyReturned
 from zerofx.passes.fuse_reduces import FuseReduces
@@ -43,6 +44,7 @@ _STAGES: dict[int, tuple[Pass, ...]] = {
     3: (
         MergeUnshards(),
         MergeReduces(),
+        CastBeforeGather(),  # autocast: half the bytes
         CopyReturned(),
         InsertUnshards(),  # gathered where it is needed, forward and backward
         InsertReduces(place="ready"),

@@ -12,7 +12,6 @@ from typing import ClassVar
 from torch import fx
 
 from zerofx.ir.edit import Editor
-from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
     KEEP,
@@ -125,7 +124,7 @@ class _Walk:
             inner = start in self._inner
             gap = self.seams.gap(start) if inner else self.seams.at_or_after(start)
             self._ready[gap].append(start)
-        self._size = {start: self._full_bytes(start) for start in reductions}
+        self._size = {start: program.full_bytes(start) for start in reductions}
         self._held = {start: self._held_bytes(start) for start in gathers}
         self._frees = self._place_frees()
         # A reduction has the time until the next one begins; gradients of two would be held longer.
@@ -215,12 +214,7 @@ class _Walk:
         """Bytes that a gather takes from its start on; a resident copy takes none."""
         waits = waits_of(start)
         freed = any(user.target in (FREE, KEEP) for wait in waits for user in wait.users)
-        return self._full_bytes(start) if freed else 0
+        return self._program.full_bytes(start) if freed else 0
 
     def _freed_bytes(self, free: fx.Node) -> int:
-        spec = self._program.spec(free)
-        return spec.full_bytes if spec is not None else 0
-
-    def _full_bytes(self, start: fx.Node) -> int:
-        specs = [self._program.params.get(name) for name in facts(start).members]
-        return sum(spec.full_bytes for spec in specs if spec is not None)
+        return self._program.full_bytes(free)

@@ -23,15 +23,14 @@ class BufferPool:
         self._used: dict[int, int] = {}
         self.peak_bytes = 0
 
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """A 1-D tensor of `numel` undefined elements, with dtype and device of `like`."""
-        num_bytes = numel * like.element_size()
-        storage = self._reuse(num_bytes, like.device)
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D tensor of `numel` undefined elements."""
+        storage = self._reuse(numel * dtype.itemsize, device)
         if storage is None:
-            value = torch.empty(numel, dtype=like.dtype, device=like.device)
+            value = torch.empty(numel, dtype=dtype, device=device)
             storage = value.untyped_storage()
         else:
-            value = torch.empty(0, dtype=like.dtype, device=like.device)
+            value = torch.empty(0, dtype=dtype, device=device)
             value.set_(storage, 0, (numel,), (1,))
         self._used[storage.data_ptr()] = storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, sum(self._used.values()))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
+from zerofx.runtime.chunks import padded_chunk
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
-from zerofx.runtime.params import ParamState, padded_chunk
+from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 
 if TYPE_CHECKING:
@@ -67,32 +68,48 @@ class Domain:
         return self._by_storage.get(key)
 
     def unshard_start(
-        self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]], *, reuse: bool = False
+        self,
+        shards: Sequence[Tensor],
+        sizes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype | None],
+        *,
+        reuse: bool = False,
     ) -> Pending:
         """Start making full values available; each value is 1-D and padded.
 
         A replicated parameter is its own full value. A resident one is gathered in place, and
         only if its shard changed since the last time; so is one that forward kept, if `reuse`.
+
+        Args:
+            shards: this rank's.
+            sizes: global shapes.
+            dtypes: of the full values, by default those of the shards, which are cast before they
+                travel.
+            reuse: take what forward kept.
         """
         comm = self.shard_comm
+        wanted = [dtype or shard.dtype for shard, dtype in zip(shards, dtypes, strict=True)]
         if comm is None:
-            return Pending(list(shards))
+            return Pending([shard.to(dtype) for shard, dtype in zip(shards, wanted, strict=True)])
         outs: list[Tensor] = []
         moved: list[tuple[Tensor, Tensor]] = []
         names: list[str] = []
         refreshed: list[ParamState] = []
-        for shard, size in zip(shards, sizes, strict=True):
+        for shard, size, dtype in zip(shards, sizes, wanted, strict=True):
             state = self.find(shard)
             numel = -(-size[0] // comm.size) * _row_numel(size)
-            out = self._current(state, reuse)
+            out = self._current(state, dtype, reuse)
             if out is None:
                 if state is not None and state.buffer is not None and self.layout.resident:
                     out = state.buffer
                     refreshed.append(state)
                 else:
-                    out = self.session.pool.take(numel * comm.size, shard)
+                    out = self.session.pool.take(numel * comm.size, dtype, shard.device)
                 names.append(_name(state))
-                moved.append((out, state.chunk(shard) if state else padded_chunk(shard, numel)))
+                chunk = (
+                    state.chunk(shard, out) if state else padded_chunk(shard, out, comm.rank, numel)
+                )
+                moved.append((out, chunk))
             outs.append(out)
         if not moved:
             return Pending(outs)
@@ -107,7 +124,7 @@ class Domain:
 
         return pending.then(finish)
 
-    def _current(self, state: ParamState | None, reuse: bool) -> Tensor | None:
+    def _current(self, state: ParamState | None, dtype: torch.dtype, reuse: bool) -> Tensor | None:
         """The full value of a parameter, if this rank has it already."""
         if state is None:
             return None
@@ -116,7 +133,7 @@ class Domain:
         if not reuse:
             self.session.kept.drop(state)
             return None
-        return self.session.kept.take(state)
+        return self.session.kept.take(state, dtype)
 
     def unshard_wait(self, pending: Pending, member: int, size: Sequence[int]) -> Tensor:
         """The full value of a member: a view of the gathered buffer with the true shape."""
@@ -141,15 +158,16 @@ class Domain:
         """Start the mean of full gradients over all data-parallel ranks.
 
         With synchronisation off (stages 0 and 1) gradients are added to local sums, and the
-        results are zero.
+        results are zero. Gradients are summed and travel in the layout's `reduce_dtype`.
         """
+        grads = [grad.detach().to(self.layout.reduce_dtype or grad.dtype) for grad in grads]
         states = [self.find(shard) for shard in shards]
         self.session.enter_backward()
         if self.session.holds_gradients_back():
             for state, grad in zip(states, grads, strict=True):
                 if state is not None:
                     state.add_pending(grad)
-            return Pending([grad.new_zeros(s.shape) for grad, s in zip(grads, shards, strict=True)])
+            return Pending([torch.zeros_like(shard) for shard in shards])
         summed = [_with_held(grad, state) for grad, state in zip(grads, states, strict=True)]
         return self.start_mean(summed, [_name(state) for state in states])
 
@@ -160,7 +178,7 @@ class Domain:
             return self._replica_mean(grads, what)
         tag = self.session.journal.record("reduce_scatter", what)
         splits = [_row_splits(grad, comm.size) for grad in grads]
-        flat = [grad.detach().contiguous().reshape(-1) for grad in grads]
+        flat = [grad.contiguous().reshape(-1) for grad in grads]
         pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, self.session.recycler)
         if comm.algorithms.reduce_scatter == "two_hop":
             # The hop inside the node is short; the one between nodes overlaps with what follows.
@@ -170,14 +188,40 @@ class Domain:
         return pending
 
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
-        if self.replica_comm is None or not any(grad.numel() for grad in grads):
+        comm, size = self.replica_comm, sum(grad.nbytes for grad in grads)
+        if comm is None or not size:
             return Pending(list(grads))
+        same = all(grad.dtype is grads[0].dtype for grad in grads)
+        if grads[0].dtype.itemsize < 4 and same and size > comm.algorithms.pack_bytes:
+            return self._mean_by_parts(grads, comm, what)
         self.session.journal.record("all_reduce", what)
-        return collectives.all_reduce_mean(grads, self.replica_comm)
+        return collectives.all_reduce_mean(grads, comm)
+
+    def _mean_by_parts(self, grads: Sequence[Tensor], comm: Comm, what: str) -> Pending:
+        """Reduce-scatter and all-gather: 16-bit gradients travel as such and are added in fp32."""
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        chunk = -(-flat.numel() // comm.size)
+        edges = [min(rank * chunk, flat.numel()) for rank in range(comm.size + 1)]
+        splits = [stop - start for start, stop in itertools.pairwise(edges)]
+        journal, memory = self.session.journal, self.session.recycler
+        tag = journal.record("reduce_scatter", what)
+
+        def gather(scattered: list[Tensor]) -> Pending:
+            whole = flat.new_empty(comm.size * chunk)
+            own = padded_chunk(scattered[0], whole, comm.rank, chunk)
+            tag = journal.record("all_gather", what)
+            return collectives.all_gather([whole], [own], comm, tag).then(split)
+
+        def split(gathered: list[Tensor]) -> list[Tensor]:
+            pieces = gathered[0][: flat.numel()].split([grad.numel() for grad in grads])
+            return [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)]
+
+        mean = collectives.reduce_scatter_mean([flat], [splits], comm, tag, memory)
+        return mean.then(gather)
 
     def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
-        """This rank's part of a member's mean gradient, with the shape of `shard`."""
-        return self.session.wait(pending)[member].view(shard.shape)
+        """This rank's part of a member's mean gradient, with shape and dtype of `shard`."""
+        return self.session.wait(pending)[member].view(shard.shape).to(shard.dtype)
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Rank 0's values, in place, where a program changed them since the last time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zerofx.runtime.buffers import BufferPool
@@ -24,10 +25,14 @@ class KeptValues:
         self.drop(state)
         self._values[state.spec.index] = full.reshape(-1), state.versions()
 
-    def take(self, state: ParamState) -> Tensor | None:
-        """The kept value, 1-D, which the caller now frees; `None` if it is out of date."""
+    def take(self, state: ParamState, dtype: torch.dtype) -> Tensor | None:
+        """The kept value, 1-D, which the caller now frees.
+
+        Returns:
+            `None` if it is out of date or has another dtype.
+        """
         full, versions = self._values.get(state.spec.index, (None, None))
-        if versions != state.versions():
+        if full is None or full.dtype is not dtype or versions != state.versions():
             self.drop(state)
             return None
         del self._values[state.spec.index]

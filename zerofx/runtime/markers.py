@@ -16,9 +16,11 @@ from zerofx.runtime.handles import domain_of
 _LIBRARY = torch.library.Library("zerofx", "IMPL")
 
 
-def _unshard(shard: Tensor, size: Sequence[int], layout: int) -> Tensor:
+def _unshard(
+    shard: Tensor, size: Sequence[int], layout: int, dtype: torch.dtype | None = None
+) -> Tensor:
     domain = domain_of(layout)
-    full = domain.unshard_wait(domain.unshard_start([shard], [size]), 0, size)
+    full = domain.unshard_wait(domain.unshard_start([shard], [size], [dtype]), 0, size)
     if domain.layout.resident:
         return full.detach()
     # An op may not return its input, and a pool slot goes back.

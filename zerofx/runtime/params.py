@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
+from zerofx.runtime.chunks import allocate, padded_chunk
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
@@ -44,7 +45,8 @@ class ParamState:
         domain: groups and options it shares with others of its layout.
         param: the `nn.Parameter` that holds the `DTensor`.
         buffer: 1-D; the padded chunk, or the padded full value for a resident layout. The local
-            shard is a view into it. `None` for replicated parameters.
+            shard is a view into it, unless the full value has another dtype: then it is the master
+            copy, apart from the resident one. `None` for replicated parameters.
         dirty: the shard changed since the resident copy was gathered.
         pending_grad: full local gradient summed while gradients are not synchronised.
     """
@@ -88,23 +90,27 @@ class ParamState:
         """Elements of the padded chunk."""
         return self.spec.chunk_rows * self.spec.row_numel
 
-    def chunk(self, shard: Tensor) -> Tensor:
-        """The padded chunk of `shard`, 1-D; a copy only if `shard` left its buffer."""
+    def chunk(self, shard: Tensor, out: Tensor) -> Tensor:
+        """The padded chunk of `shard`, 1-D, in the dtype of `out`, which will receive all chunks.
+
+        A cast is made right in its place there; a copy only if `shard` left its buffer.
+        """
         own = self._own_slot()
-        if own is not None:
-            inside = shard.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-            if not inside:
-                own[: shard.numel()].copy_(shard.reshape(-1))
-            return own
-        return padded_chunk(shard, self.chunk_numel)
+        if own is None or own.dtype is not out.dtype:
+            return padded_chunk(shard, out, self.domain.shard_rank, self.chunk_numel)
+        inside = shard.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        if not inside:
+            own[: shard.numel()].copy_(shard.reshape(-1))
+        return own
 
     def rehouse(self) -> None:
         """Follow the parameter to another dtype or device (`.to()`)."""
         shard, buffer = self.shard, self.buffer
-        if buffer is not None and (buffer.dtype, buffer.device) != (shard.dtype, shard.device):
-            self.buffer = buffer.to(dtype=shard.dtype, device=shard.device)
-            self.dirty = True
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
+        dtype = self.spec.full_dtype if self.spec.layout.resident else shard.dtype
+        if buffer is not None and (buffer.dtype, buffer.device) != (dtype, shard.device):
+            self.buffer = buffer.to(dtype=dtype, device=shard.device)
+            self.dirty = True
 
     def is_stale(self) -> bool:
         """Whether the resident full copy may differ from the shards."""
@@ -125,7 +131,7 @@ class ParamState:
         """Sum a full local gradient that is not exchanged yet."""
         self._watch_grad()
         if self.pending_grad is None:
-            self.pending_grad = grad.detach().clone(memory_format=torch.contiguous_format)
+            self.pending_grad = grad.clone(memory_format=torch.contiguous_format)
         else:
             self.pending_grad += grad
 
@@ -189,8 +195,17 @@ def make_state(
         like: dtype and device.
     """
     number = _next_index(domain.session)
-    spec = ParamSpec(name, number, full_shape, like.dtype, requires_grad, domain.layout, tied)
-    buffer, shard = _allocate(spec, domain.shard_rank, like)
+    spec = ParamSpec(
+        name,
+        number,
+        full_shape,
+        like.dtype,
+        requires_grad,
+        domain.layout,
+        tied,
+        cast=_cast(like.dtype, domain),
+    )
+    buffer, shard = allocate(spec, domain.shard_rank, like)
     resident = buffer is not None and spec.layout.resident
     fill(shard, buffer[: spec.numel] if resident and buffer is not None else None)
     param = nn.Parameter(as_dtensor(shard, full_shape, domain), requires_grad=requires_grad)
@@ -203,13 +218,26 @@ def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
     The object and its memory stay the same; a resident copy is added to it.
     """
     index, layout = _next_index(domain.session), domain.layout
-    spec = ParamSpec(name, index, param.shape, param.dtype, param.requires_grad, layout)
+    spec = ParamSpec(
+        name,
+        index,
+        param.shape,
+        param.dtype,
+        param.requires_grad,
+        layout,
+        cast=_cast(param.dtype, domain),
+    )
     buffer = None
     if layout.resident:
-        buffer, _ = _allocate(spec, domain.shard_rank, local_tensor(param))
+        buffer, _ = allocate(spec, domain.shard_rank, local_tensor(param))
     state = ParamState(spec, domain, param, buffer)
     state.dirty = True
     return state
+
+
+def _cast(at_rest: torch.dtype, domain: Domain) -> torch.dtype | None:
+    wanted = domain.session.config.param_dtype
+    return None if wanted is at_rest else wanted
 
 
 def _next_index(session: Session) -> int:
@@ -257,30 +285,9 @@ def as_dtensor(local: Tensor, shape: torch.Size, domain: Domain) -> DTensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _allocate(spec: ParamSpec, rank: int, like: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Buffer, and the shard as a view of it; replicated parameters have no buffer."""
-    if not spec.layout.sharded:
-        return None, torch.empty(spec.shape, dtype=like.dtype, device=like.device)
-    chunk = spec.chunk_rows * spec.row_numel
-    buffer = like.new_zeros(spec.padded_numel if spec.layout.resident else chunk)
-    shape = spec.shard_shape(rank)
-    start = rank * chunk if spec.layout.resident else 0
-    return buffer, buffer.narrow(0, start, shape.numel()).view(shape)
-
-
 def local_tensor(param: Tensor) -> Tensor:
     """The local shard of a parameter that holds a `DTensor`; no communication, no autograd."""
     return cast(DTensor, param)._local_tensor
-
-
-def padded_chunk(shard: Tensor, numel: int) -> Tensor:
-    """`shard` flattened, followed by padding up to `numel` elements."""
-    flat = shard.detach().reshape(-1)
-    if flat.numel() == numel:
-        return flat
-    out = flat.new_zeros(numel)
-    out[: flat.numel()] = flat
-    return out
 
 
 def _mark(grad: Tensor | None) -> tuple[int, int, int] | None:

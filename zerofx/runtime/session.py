@@ -28,6 +28,7 @@ from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
 from zerofx.runtime.network import Network, agree_on_network
+from zerofx.runtime.overflow import mixed_gradients, share_overflow
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.watch import Watch
@@ -50,6 +51,7 @@ class Session:
         recycler: memory for reduced gradients.
         kept: those among them that forward left for backward.
         journal: the collectives issued so far.
+        scales_losses: something is computed in fp16, for which users scale losses.
         network: how ranks lie, and what their collectives cost.
     """
 
@@ -61,6 +63,7 @@ class Session:
         network: Network | None = None,
     ) -> None:
         self.config = config
+        self.scales_losses = torch.float16 in (config.param_dtype, config.reduce_dtype)
         self.device = device
         self.mesh = _mesh(config, device) if copied is None else copied.mesh
         self.states: list[ParamState] = []
@@ -192,8 +195,17 @@ class Session:
     def _leave_backward(self) -> None:
         if self._accumulation.leave():
             self._flush_pending()
+            if self.scales_losses:
+                self._share_overflow()
             if not self._all_tagged():
                 self.journal.check_step()
+
+    def _share_overflow(self) -> None:
+        whole, parts = mixed_gradients(self.states)
+        if whole and parts and self.world.size > 1:
+            self.journal.record("all_reduce", "overflow")
+            with torch.no_grad(), self._watch.explained():
+                share_overflow(whole, parts, self.world)
 
     def _all_tagged(self) -> bool:
         """Whether ranks out of step can only hang: every collective is made of tagged messages."""
@@ -245,8 +257,15 @@ class Session:
         shard, replica = self._axis_comms()
         stage, num_ranks = self.config.stage, self.world.size
         num_shards = shard.size if stage > 0 else 1
-        sharded = Layout(new_handle(), num_shards, num_ranks // num_shards, stage in (1, 2))
-        whole = Layout(new_handle(), 1, num_ranks, False)
+        wire = self.config.reduce_dtype
+        sharded = Layout(
+            new_handle(),
+            num_shards,
+            num_ranks // num_shards,
+            stage in (1, 2),
+            reduce_dtype=wire,
+        )
+        whole = Layout(new_handle(), 1, num_ranks, False, reduce_dtype=wire)
         everyone = self.world if num_ranks > 1 else None
         return (
             Domain(sharded, self, shard if num_shards > 1 else None, replica),

@@ -30,7 +30,7 @@ from zerofx.torch_private import (
     skip_frames_of,
 )
 
-_HANDLES = "_zerofx_layouts"
+_READS = "_zerofx_reads"
 _STATES = "_zerofx_states"
 _CALL_FILE = nn.Module._call_impl.__code__.co_filename
 
@@ -60,7 +60,9 @@ def unbind(module: nn.Module, names: Iterable[str]) -> list[ParamState]:
 def _follow(module: nn.Module) -> None:
     """Let class and layouts agree with the states."""
     known = module.__dict__[_STATES]
-    module.__dict__[_HANDLES] = {name: state.spec.layout.handle for name, state in known.items()}
+    module.__dict__[_READS] = {
+        name: (state.spec.layout.handle, state.spec.cast) for name, state in known.items()
+    }
     module.__class__ = _sharded_class(plain_class(type(module)), tuple(sorted(known)))
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
@@ -81,11 +83,11 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls.__dict__.get("_zerofx_base", cls)
 
 
-def read_full(param: Tensor, layout: int) -> Tensor:
+def read_full(param: Tensor, layout: int, dtype: torch.dtype | None) -> Tensor:
     """The full value of a sharded parameter, differentiable; communicates when run eagerly."""
     value = cast(DTensor, param)
     shard = value.to_local(grad_placements=value.placements)
-    return UNSHARD(shard, value.shape, layout)
+    return UNSHARD(shard, value.shape, layout, dtype)
 
 
 def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
     if session.config.broadcast_buffers and backward_id() < 0:
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
         session.sync_buffers(list(module.buffers(recurse=False)))
-    return read_full(param, state.spec.layout.handle)
+    return read_full(param, state.spec.layout.handle, state.spec.cast)
 
 
 # Around code that Dynamo skipped it would compile DTensor's own frames.
@@ -152,11 +154,11 @@ def _parameter_property(name: str) -> property:
         param = self._parameters.get(name, _ABSENT)
         if param is _ABSENT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if param is None or name not in self._zerofx_layouts:
+        if param is None or name not in self._zerofx_reads:
             return param
         if torch.compiler.is_compiling():
             sharded = isinstance(param, DTensor)  # functional_call puts plain values here
-            return read_full(param, self._zerofx_layouts[name]) if sharded else param
+            return read_full(param, *self._zerofx_reads[name]) if sharded else param
         return _read_quietly(self, name, param) if _in_forward() else param
 
     skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own

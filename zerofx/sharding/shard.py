@@ -16,6 +16,7 @@ from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
 from zerofx.sharding import materialise, old_handles
 from zerofx.sharding.assignments import drop_unowned
+from zerofx.sharding.casts import cast_border
 from zerofx.sharding.classes import bind, bound_states
 from zerofx.sharding.refuse import refuse_parameters, refuse_wrappers
 from zerofx.sharding.rows import cut, own_rows
@@ -63,6 +64,7 @@ def shard_model(
         if not olds:
             raise ShardingError(f"{type(model).__name__} has no parameters", "compile it as it is")
         session = Session(config, materialise.device_of(model))
+        cast_border(model, config)
     elif session.config != config:
         raise ShardingError(
             f"{type(model).__name__} is sharded already, with other options: {session.config}",
@@ -131,6 +133,7 @@ def _compare_plans(
         f"accumulate {options.accumulate}, small below {options.min_shard_numel}",
         f"disabled passes {sorted(options.disable)}, broadcast {options.broadcast_buffers}",
         *passes,
+        f"parameters in {options.param_dtype}, reduced in {options.reduce_dtype}",
     ]
     for names, param in plan:
         kind = "" if param.requires_grad else ", frozen"

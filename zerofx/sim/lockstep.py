@@ -135,28 +135,31 @@ class _Ranks:
     def _unshard(self, node: fx.Node) -> list[Tensor]:
         spec = self._spec(node, facts(node).param)
         shards = self._read(node, node.args[0])
-        return [full.clone() for full in self._gather(node, spec, shards)]
+        fulls = self._gather(node, spec, shards, ops.full_dtype(node))
+        return [full.clone() for full in fulls]
 
     def _unshard_start(self, node: fx.Node) -> list[Any]:
         values: dict[fx.Node, list[Tensor]] = {}
         sources: list[Tensor] = []
+        dtypes = {wait.args[1]: ops.full_dtype(wait) for wait in ops.waits_of(node)}
         for shard, name in zip(ops.members(node), facts(node).members, strict=True):
-            shards = self._read(node, shard)
-            values[shard] = self._gather(node, self._spec(node, name), shards)
+            shards, spec = self._read(node, shard), self._spec(node, name)
+            values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
         return self._start(node, values, sources)
 
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
         spec = self._spec(node, facts(node).param)
-        return self._mean(node, spec, self._read(node, node.args[0]))
+        grads, shards = self._read(node, node.args[0]), self._read(node, node.args[1])
+        return self._mean(node, spec, grads, shards)
 
     def _reduce_start(self, node: fx.Node) -> list[Any]:
         values: dict[fx.Node, list[Tensor]] = {}
         sources: list[Tensor] = []
         moved = zip(ops.gradients(node), ops.members(node), facts(node).members, strict=True)
         for grad, shard, name in moved:
-            grads = self._read(node, grad)
-            values[shard] = self._mean(node, self._spec(node, name), grads)
+            grads, shards = self._read(node, grad), self._read(node, shard)
+            values[shard] = self._mean(node, self._spec(node, name), grads, shards)
             sources += grads
         return self._start(node, values, sources)
 
@@ -207,8 +210,12 @@ class _Ranks:
                 other.copy_(first)
         return [None] * self.world
 
-    def _gather(self, node: fx.Node, spec: ParamSpec, shards: list[Tensor]) -> list[Tensor]:
+    def _gather(
+        self, node: fx.Node, spec: ParamSpec, shards: list[Tensor], dtype: torch.dtype | None
+    ) -> list[Tensor]:
         num = spec.layout.num_shards
+        if dtype is not None:
+            shards = [shard.to(dtype) for shard in shards]
         if not spec.layout.sharded:
             return shards
         for rank, shard in enumerate(shards):
@@ -221,13 +228,16 @@ class _Ranks:
         fulls = [torch.cat(shards[start : start + num]) for start in starts]
         return [fulls[rank // num].clone() for rank in range(self.world)]
 
-    def _mean(self, node: fx.Node, spec: ParamSpec, grads: list[Tensor]) -> list[Tensor]:
+    def _mean(
+        self, node: fx.Node, spec: ParamSpec, grads: list[Tensor], shards: list[Tensor]
+    ) -> list[Tensor]:
         for grad in grads:
             if grad.shape != spec.shape:
                 raise self._error(node, f"reduces a gradient of shape {tuple(grad.shape)}", "")
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        total = torch.stack([grad.to(wide) for grad in grads]).sum(0)
-        return shards_of((total / self.world).to(grads[0].dtype), spec)
+        wire = spec.layout.reduce_dtype or grads[0].dtype
+        wide = torch.promote_types(wire, torch.float32)
+        total = torch.stack([grad.to(wire).to(wide) for grad in grads]).sum(0)
+        return shards_of((total / self.world).to(wire).to(shards[0].dtype), spec)
 
     def _spec(self, node: fx.Node, param: str) -> ParamSpec:
         spec = self.program.params.get(param)

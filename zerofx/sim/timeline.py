@@ -13,7 +13,6 @@ from collections.abc import Callable
 from torch import fx
 
 from zerofx.cost.compute import value_bytes
-from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
     PROGRAM_OPS,
@@ -23,6 +22,7 @@ from zerofx.ir.ops import (
     UNSHARD_WAIT,
     is_call,
     started_by,
+    waits_of,
 )
 from zerofx.ir.program import Program
 from zerofx.ir.view import aliased_inputs
@@ -129,8 +129,7 @@ def _peak(program: Program) -> tuple[int, fx.Node | None]:
         if live > peak:
             peak, where = live, node
         if is_call(node, FREE):
-            spec = program.spec(node)
-            live -= spec.full_bytes if spec is not None else 0
+            live -= program.full_bytes(node)
         if node.op != "output":
             live -= sum(size.get(value, 0) for value in dying.get(node, ()))
     return peak, where
@@ -139,8 +138,13 @@ def _peak(program: Program) -> tuple[int, fx.Node | None]:
 def _own_bytes(program: Program, node: fx.Node) -> int:
     """Bytes that executing `node` allocates: a gather allocates all its members at its start."""
     if is_call(node, UNSHARD_START):
-        specs = [program.params.get(name) for name in facts(node).members]
-        return sum(spec.full_bytes for spec in specs if spec and spec.layout.temporary)
+        waits = [wait for wait in waits_of(node) if _is_temporary(program, wait)]
+        return program.full_bytes(*waits)
     if is_call(node, UNSHARD_WAIT, REDUCE_START, FREE):
         return 0
     return value_bytes(node.meta.get("val"))
+
+
+def _is_temporary(program: Program, full: fx.Node) -> bool:
+    spec = program.spec(full)
+    return spec is not None and spec.layout.temporary

@@ -1,0 +1,46 @@
+"""A gradient that overflows on one rank does so on all.
+
+`torch.amp.GradScaler` skips a step if it finds a value that is not finite. Over `DTensor`s torch
+asks all ranks, but only if the first gradient of the optimizer is sharded: with a replicated one
+first each rank decides alone (torch 2.11 to 2.13), and parameters would drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx.runtime.comm import Comm
+from zerofx.runtime.params import ParamState, local_tensor
+
+
+def mixed_gradients(states: Iterable[ParamState]) -> tuple[list[Tensor], list[Tensor]]:
+    """Local gradients of replicated and of sharded parameters."""
+    whole: list[Tensor] = []
+    parts: list[Tensor] = []
+    for state in states:
+        if state.param.grad is not None:
+            group = parts if state.spec.layout.sharded else whole
+            group.append(local_tensor(state.param.grad))
+    return whole, parts
+
+
+def share_overflow(whole: list[Tensor], parts: list[Tensor], comm: Comm) -> None:
+    """Make the first value of replicated gradients infinite if any rank's shards hold such values.
+
+    Nothing is read back to the host, and finite gradients stay as they are.
+
+    Args:
+        whole: gradients that all ranks hold alike.
+        parts: this rank's shards.
+        comm: all ranks.
+    """
+    overflow = ~torch.stack([part.isfinite().all() for part in parts]).all()
+    flag = overflow.to(torch.int32)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=comm.group)
+    for grad in whole:
+        first = grad.view(-1)[:1]
+        first.copy_(torch.where(flag > 0, torch.inf, first))

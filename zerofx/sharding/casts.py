@@ -1,0 +1,49 @@
+"""Casts at the border of a model: floating-point inputs and outputs of its forward.
+
+They are ordinary hooks of the root, so that they hold with and without a compiler; where Dynamo
+traces the root's call (`model.compile()`, torch's containers, compiled functions) they are part of
+the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.config import ZeroConfig
+from zerofx.torch_private import map_tensors, tensors_in
+
+
+def cast_border(model: nn.Module, config: ZeroConfig) -> None:
+    """Register the hooks that `config` asks for; call once for each model."""
+    if config.param_dtype is not None and config.cast_forward_inputs:
+        hook = functools.partial(_cast_inputs, config.param_dtype)
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if config.output_dtype is not None:
+        model.register_forward_hook(functools.partial(_cast_outputs, config.output_dtype))
+
+
+def needs_cast(values: Any, dtype: torch.dtype) -> bool:
+    """Whether a nest of values holds a floating-point tensor of another dtype."""
+    return any(_differs(value, dtype) for value in tensors_in(values))
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, outputs: Any) -> Any:
+    return _cast(outputs, dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda value: value.to(dtype) if _differs(value, dtype) else value, values)
+
+
+def _differs(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.is_floating_point() and value.dtype is not dtype
