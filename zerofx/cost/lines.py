@@ -63,22 +63,25 @@ def line_through(one: Curve, batch: int, other: Curve, other_batch: int) -> Line
 
 
 def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int]) -> Line:
-    """The nodes of a deep program at which its peak may lie.
+    """The nodes of a deep program at which its peak may lie: around its first and last two blocks.
 
     Args:
-        shallow: of three blocks.
+        shallow: of at least three blocks; of so many that what is in flight has settled.
         deeper: of more.
         blocks: how many blocks they have, and the deep program.
 
     Raises:
-        NotAlikeError: the two programs are not made of equal blocks.
+        NotAlikeError: the two programs are not made of equal blocks, or what is in flight still
+            grows with their number.
     """
     few, more, many = blocks
-    middle = sorted({b for b in shallow.blocks if b}, key=_number)
-    if len(middle) != few:
-        raise NotAlikeError(f"{len(middle)} blocks where there should be {few}")
-    places = [place for place, block in enumerate(shallow.blocks) if block in middle[1:-1]]
-    head, tail = slice(0, places[-1] + 1), slice(places[0] - len(shallow.nodes), None)
+    order = list(dict.fromkeys(block for block in shallow.blocks if block))
+    if len(order) != few:
+        raise NotAlikeError(f"{len(order)} blocks where there should be {few}")
+    second = [place for place, block in enumerate(shallow.blocks) if block == order[1]]
+    last_but_one = [place for place, block in enumerate(shallow.blocks) if block == order[-2]]
+    head = slice(0, second[-1] + 1)
+    tail = slice(last_but_one[0] - len(shallow.nodes), None)
     grown = (many - few) / (more - few)
     parts = [_between(_cut(shallow, part), _cut(deeper, part), grown) for part in (head, tail)]
     return Line(
@@ -91,6 +94,8 @@ def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int]) -> Line:
 
 def _between(shallow: Line, deeper: Line, grown: float) -> Line:
     _check_alike(shallow.nodes, deeper.nodes)
+    if not np.array_equal(shallow.base[:, 2:], deeper.base[:, 2:]):
+        raise NotAlikeError("what is in flight grows with the number of blocks")
     return dataclasses.replace(
         shallow,
         base=shallow.base + grown * (deeper.base - shallow.base),
@@ -100,10 +105,6 @@ def _between(shallow: Line, deeper: Line, grown: float) -> Line:
 
 def _cut(line: Line, part: slice) -> Line:
     return Line(line.nodes[part], line.blocks[part], line.base[part], line.slope[part])
-
-
-def _number(block: str) -> int:
-    return int(block.rpartition(".")[2])
 
 
 def _check_alike(one: Iterable[str], other: Iterable[str]) -> None:
