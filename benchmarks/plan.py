@@ -5,7 +5,7 @@
 
 Every rank calibrates itself right before it measures: how long its compiled segments take, how fast
 its memory and matrix products are, and what a collective costs. Two predictions follow from it: one
-with the times of the segments (a profile), and one with a roofline alone, as `zerofx plan` makes it.
+with the times of the segments (a profile), one with a roofline alone, as `zerofx plan` makes it.
 All ranks calibrate at the same time, as they train at the same time.
 """
 

@@ -62,17 +62,18 @@ def line_through(one: Curve, batch: int, other: Curve, other_batch: int) -> Line
     return Line(one.nodes, one.blocks, one.live - batch * slope, slope)
 
 
-def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int]) -> Line:
+def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int], *, few_grads: bool) -> Line:
     """The nodes of a deep program at which its peak may lie: around its first and last two blocks.
 
     Args:
         shallow: of at least three blocks; of so many that what is in flight has settled.
         deeper: of more.
         blocks: how many blocks they have, and the deep program.
+        few_grads: full gradients do not pile up (stages 2 and 3). Like all that is in flight they
+            are bounded then: the larger of both programs counts, in whatever block that is.
 
     Raises:
-        NotAlikeError: the two programs are not made of equal blocks, or what is in flight still
-            grows with their number.
+        NotAlikeError: the two programs are not made of equal blocks.
     """
     few, more, many = blocks
     order = list(dict.fromkeys(block for block in shallow.blocks if block))
@@ -83,7 +84,11 @@ def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int]) -> Line:
     head = slice(0, second[-1] + 1)
     tail = slice(last_but_one[0] - len(shallow.nodes), None)
     grown = (many - few) / (more - few)
+    bounded = slice(1 if few_grads else 2, None)
+    most = np.maximum(shallow.at(1)[:, bounded].max(axis=0), deeper.at(1)[:, bounded].max(axis=0))
     parts = [_between(_cut(shallow, part), _cut(deeper, part), grown) for part in (head, tail)]
+    for part in parts:
+        part.base[:, bounded], part.slope[:, bounded] = most, 0.0
     return Line(
         tuple(name for part in parts for name in part.nodes),
         tuple(block for part in parts for block in part.blocks),
@@ -94,8 +99,6 @@ def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int]) -> Line:
 
 def _between(shallow: Line, deeper: Line, grown: float) -> Line:
     _check_alike(shallow.nodes, deeper.nodes)
-    if not np.array_equal(shallow.base[:, 2:], deeper.base[:, 2:]):
-        raise NotAlikeError("what is in flight grows with the number of blocks")
     return dataclasses.replace(
         shallow,
         base=shallow.base + grown * (deeper.base - shallow.base),

@@ -139,7 +139,10 @@ class Planner:
                 raise
             blocks = None  # its blocks are not alike after all
             views = self._views(params, stages, None)
-        plans = {stage: self._stage_plan(stage, views[stage], params, buffers) for stage in stages}
+        plans = {
+            stage: self._stage_plan(stage, views[stage], params, buffers, grown=bool(blocks))
+            for stage in stages
+        }
         num_params = sum(spec.numel for spec in params)
         return Plan(num_params, depth if blocks else 0, blocks[:2] if blocks else (), plans)
 
@@ -172,7 +175,7 @@ class Planner:
         if blocks is None:
             return self._at_depth(config, stages, 0)
         few, more = (self._at_depth(config, stages, each) for each in blocks[:2])
-        return {stage: grow(few[stage], more[stage], blocks) for stage in stages}
+        return {stage: grow(few[stage], more[stage], blocks, stage) for stage in stages}
 
     def _at_depth(self, config: ZeroConfig, stages: Sequence[int], depth: int) -> dict[int, View]:
         # Programs of one sample may differ from all others: sizes of 1 drop out.
@@ -202,11 +205,14 @@ class Planner:
         return dataclasses.replace(self.config, bucket_bytes=size)
 
     def _stage_plan(
-        self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int
+        self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool
     ) -> StagePlan:
         config = dataclasses.replace(self.config, stage=stage)  # pyright: ignore[reportArgumentType]
         laid = lay_out(params, config, self.num_ranks)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
+        if grown and stage > 1:
+            # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
+            resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         # Its step reads values, gradients and state, and writes values and state.
         held = resident.states
