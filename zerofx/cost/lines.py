@@ -62,25 +62,33 @@ def line_through(one: Curve, batch: int, other: Curve, other_batch: int) -> Line
     return Line(one.nodes, one.blocks, one.live - batch * slope, slope)
 
 
-def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int]) -> Line:
-    """The nodes of a deep program at which its peak may lie.
+def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int], *, few_grads: bool) -> Line:
+    """The nodes of a deep program at which its peak may lie: around its first and last two blocks.
 
     Args:
-        shallow: of three blocks.
+        shallow: of at least three blocks; of so many that what is in flight has settled.
         deeper: of more.
         blocks: how many blocks they have, and the deep program.
+        few_grads: full gradients do not pile up (stages 2 and 3). Like all that is in flight they
+            are bounded then: the larger of both programs counts, in whatever block that is.
 
     Raises:
         NotAlikeError: the two programs are not made of equal blocks.
     """
     few, more, many = blocks
-    middle = sorted({b for b in shallow.blocks if b}, key=_number)
-    if len(middle) != few:
-        raise NotAlikeError(f"{len(middle)} blocks where there should be {few}")
-    places = [place for place, block in enumerate(shallow.blocks) if block in middle[1:-1]]
-    head, tail = slice(0, places[-1] + 1), slice(places[0] - len(shallow.nodes), None)
+    order = list(dict.fromkeys(block for block in shallow.blocks if block))
+    if len(order) != few:
+        raise NotAlikeError(f"{len(order)} blocks where there should be {few}")
+    second = [place for place, block in enumerate(shallow.blocks) if block == order[1]]
+    last_but_one = [place for place, block in enumerate(shallow.blocks) if block == order[-2]]
+    head = slice(0, second[-1] + 1)
+    tail = slice(last_but_one[0] - len(shallow.nodes), None)
     grown = (many - few) / (more - few)
+    bounded = slice(1 if few_grads else 2, None)
+    most = np.maximum(shallow.at(1)[:, bounded].max(axis=0), deeper.at(1)[:, bounded].max(axis=0))
     parts = [_between(_cut(shallow, part), _cut(deeper, part), grown) for part in (head, tail)]
+    for part in parts:
+        part.base[:, bounded], part.slope[:, bounded] = most, 0.0
     return Line(
         tuple(name for part in parts for name in part.nodes),
         tuple(block for part in parts for block in part.blocks),
@@ -100,10 +108,6 @@ def _between(shallow: Line, deeper: Line, grown: float) -> Line:
 
 def _cut(line: Line, part: slice) -> Line:
     return Line(line.nodes[part], line.blocks[part], line.base[part], line.slope[part])
-
-
-def _number(block: str) -> int:
-    return int(block.rpartition(".")[2])
 
 
 def _check_alike(one: Iterable[str], other: Iterable[str]) -> None:

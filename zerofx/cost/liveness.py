@@ -77,7 +77,7 @@ class Curve:
     """What is live while each node of a program runs; parameters at rest are not in it.
 
     Attributes:
-        nodes: names of what computes, in execution order; communication in between is one `CUT`.
+        nodes: names of what computes, in execution order, the communication behind it included.
         blocks: of each, the block of the model that is being computed: `layers.3`, or empty.
         live: a row each, and in it bytes of activations (inputs included), of full and reduced
             gradients, of collectives under way, and of gathered values; int64 `[nodes, 4]`.
@@ -89,7 +89,7 @@ class Curve:
 
 
 CUT = "communication"
-"""Name of all communication between two kernels."""
+"""Name of the communication before the first kernel."""
 
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 _NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
@@ -286,10 +286,10 @@ def _block_of(node: fx.Node, previous: str) -> str:
 
 
 def _note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows) -> None:
-    """One point more; communication between two kernels is one point, at its own peak."""
+    """One point more; communication belongs to the kernel before it, and adds to its peak."""
     now = live.copy()
-    if name == CUT and points and points[-1][0] == CUT:
-        _, _, before = points.pop()
+    if name == CUT and points:
+        name, block, before = points.pop()
         higher, lower = (now, before) if now[:3].sum() > before[:3].sum() else (before, now)
         now = higher.copy()
         now[3] = max(higher[3], lower[3])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -30,7 +32,6 @@ from zerofx.torch_private import fake_mode
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
 """One batch, for `(batch size, length)`."""
 
-_SHALLOW = (3, 4)
 _BUCKET_BYTES, _SHARE = 16 << 20, 8
 
 
@@ -129,17 +130,31 @@ class Planner:
         params = describe_params(model)
         depth = 0 if self.whole else stack_depth(model)
         buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
-        deep = depth > _SHALLOW[-1]
+        few = self._settled(params, depth) if depth else 0
+        blocks = (few, few + 1, depth) if few + 1 < depth else None
         try:
-            views = self._views(params, stages, depth if deep else 0)
+            views = self._views(params, stages, blocks)
         except NotAlikeError:
-            if not deep:
+            if blocks is None:
                 raise
-            deep = False  # its blocks are not alike after all
-            views = self._views(params, stages, 0)
-        plans = {stage: self._stage_plan(stage, views[stage], params, buffers) for stage in stages}
+            blocks = None  # its blocks are not alike after all
+            views = self._views(params, stages, None)
+        plans = {
+            stage: self._stage_plan(stage, views[stage], params, buffers, grown=bool(blocks))
+            for stage in stages
+        }
         num_params = sum(spec.numel for spec in params)
-        return Plan(num_params, depth if deep else 0, _SHALLOW if deep else (), plans)
+        return Plan(num_params, depth if blocks else 0, blocks[:2] if blocks else (), plans)
+
+    def _settled(self, params: Sequence[ParamSpec], depth: int) -> int:
+        """Blocks that a shallow model needs for as much to be in flight as in the whole one.
+
+        Gathers run ahead, and reductions behind, by about the largest parameter or bucket.
+        """
+        sizes = [spec.numel * spec.dtype.itemsize for spec in params]
+        numbered = [re.search(r"\d+", spec.name) is not None for spec in params]
+        block = sum(size for size, inside in zip(sizes, numbered, strict=True) if inside) // depth
+        return 3 + math.ceil(2 * max(*sizes, _BUCKET_BYTES) / max(1, block))
 
     def _model(self, depth: int) -> nn.Module:
         model = self.build()
@@ -150,14 +165,17 @@ class Planner:
         return model
 
     def _views(
-        self, params: Iterable[ParamSpec], stages: Sequence[int], depth: int
+        self,
+        params: Iterable[ParamSpec],
+        stages: Sequence[int],
+        blocks: tuple[int, int, int] | None,
     ) -> dict[int, View]:
-        """Each stage's programs; at `depth` blocks, or as the model is if that is 0."""
+        """Each stage's programs: from two depths for a third one, or of the model as it is."""
         config = self._with_bucket_size(params)
-        if not depth:
+        if blocks is None:
             return self._at_depth(config, stages, 0)
-        few, more = (self._at_depth(config, stages, each) for each in _SHALLOW)
-        return {stage: grow(few[stage], more[stage], (*_SHALLOW, depth)) for stage in stages}
+        few, more = (self._at_depth(config, stages, each) for each in blocks[:2])
+        return {stage: grow(few[stage], more[stage], blocks, stage) for stage in stages}
 
     def _at_depth(self, config: ZeroConfig, stages: Sequence[int], depth: int) -> dict[int, View]:
         # Programs of one sample may differ from all others: sizes of 1 drop out.
@@ -187,11 +205,14 @@ class Planner:
         return dataclasses.replace(self.config, bucket_bytes=size)
 
     def _stage_plan(
-        self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int
+        self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool
     ) -> StagePlan:
         config = dataclasses.replace(self.config, stage=stage)  # pyright: ignore[reportArgumentType]
         laid = lay_out(params, config, self.num_ranks)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
+        if grown and stage > 1:
+            # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
+            resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         # Its step reads values, gradients and state, and writes values and state.
         held = resident.states

@@ -106,13 +106,14 @@ def look(
     )
 
 
-def grow(few: View, more: View, blocks: tuple[int, int, int]) -> View:
+def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> View:
     """The view of a deep model, from those of two shallow ones.
 
     Args:
         few: of `blocks[0]` blocks.
         more: of `blocks[1]` blocks.
         blocks: how many blocks they have, and the deep model.
+        stage: ZeRO stage.
     """
     factor = (blocks[2] - blocks[0]) / (blocks[1] - blocks[0])
 
@@ -120,8 +121,8 @@ def grow(few: View, more: View, blocks: tuple[int, int, int]) -> View:
         return small + factor * (large - small)
 
     return View(
-        deepen(few.forward, more.forward, blocks),
-        deepen(few.backward, more.backward, blocks),
+        deepen(few.forward, more.forward, blocks, few_grads=stage > 1),
+        deepen(few.backward, more.backward, blocks, few_grads=stage > 1),
         (grown(few.lasting[0], more.lasting[0]), grown(few.lasting[1], more.lasting[1])),
         Times(
             grown(few.times.compute, more.times.compute),
