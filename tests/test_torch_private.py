@@ -15,7 +15,7 @@ import torch
 
 import zerofx
 
-SOURCE = Path(zerofx.__file__).parent / "torch_private.py"
+SOURCES = sorted((Path(zerofx.__file__).parent / "torch_private").glob("*.py"))
 
 # Private attributes of objects, which the source does not say the type of.
 OWNERS = {
@@ -31,7 +31,8 @@ OWNERS = {
 
 @cache
 def _tree() -> ast.Module:
-    return ast.parse(SOURCE.read_text())
+    parsed = [ast.parse(source.read_text()) for source in SOURCES]
+    return ast.Module([node for one in parsed for node in one.body], [])
 
 
 def _imports() -> dict[str, str]:

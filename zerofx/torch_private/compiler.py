@@ -1,24 +1,19 @@
-"""The only file with torch privates. Imports nothing of zerofx.
-
-Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-"""
+"""Dynamo, AOTAutograd and Inductor."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, fx, nn
-from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor, fx
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizedModule, skip_code
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, detect_fake_mode
@@ -33,59 +28,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
-
-DispatchMode = TorchDispatchMode
-"""Sees every operation below autograd."""
-
-
-def all_gather_flat(out: Tensor, chunk: Tensor, group: dist.ProcessGroup) -> Any:
-    """Asynchronous native all-gather of equal chunks (renamed in torch 2.13)."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(out, chunk, group=group, async_op=True)
-
-
-def reduce_scatter_flat(out: Tensor, full: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
-    """Asynchronous native reduce-scatter of equal chunks (renamed in torch 2.13)."""
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(out, full, op=op, group=group, async_op=True)
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves `device`; `get_backend` says "undefined" for defaults."""
-    return group._get_backend(device).name()
-
-
-def default_store() -> dist.Store:
-    """The store behind the default process group; torch has no public accessor."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def is_message(work: Any) -> bool:
-    """Whether `work` is a point-to-point message: c10d's `OpType` SEND or RECV."""
-    return work._get_op_type() in (12, 13)
-
-
-def backward_id() -> int:
-    """A number for the backward pass under way on this thread; -1 outside one."""
-    return torch._C._current_graph_task_id()
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Run `function` when the backward pass under way ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
-    """The mode that made the first fake tensor among `values`."""
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def must_recompute_tag() -> Any:
@@ -107,38 +53,6 @@ def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
     if isinstance(description, PlainAOTInput):
         return description.idx, attribute
     return None, ""
-
-
-def below_transforms(value: Any) -> Any:
-    """What `value` is outside the `torch.func` transforms that are under way."""
-    while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
-        value = functorch.get_unwrapped(value)
-    return value
-
-
-def inside_transform() -> bool:
-    """Whether a `torch.func` transform is under way."""
-    return functorch.peek_interpreter_stack() is not None
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in a nest of lists, tuples, dicts and classes registered with torch."""
-    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """The same nest with `function` applied to its tensors."""
-    return _pytree.tree_map_only(Tensor, function, values)
-
-
-def unwrap_compiled(module: nn.Module) -> nn.Module:
-    """The user's module behind the wrapper that `torch.compile` returns."""
-    return module._orig_mod if isinstance(module, OptimizedModule) else module
-
-
-def with_local(value: DTensor, local: Tensor) -> DTensor:
-    """`value` with another local tensor, which stays on its device; `from_local` would move it."""
-    return DTensor(local, value._spec, requires_grad=False)
 
 
 class _RestartAfterSharding(TensorifyScalarRestartAnalysis):
@@ -192,17 +106,6 @@ def lookup_seed_op() -> Any:
     return torch.ops.prims.inductor_lookup_seed.default
 
 
-def symbols_of(value: Any) -> list[str]:
-    """Names of the shape symbols in a fake tensor's metadata, sorted."""
-    if isinstance(value, torch.SymInt):
-        return sorted(str(symbol) for symbol in free_symbols(value))
-    if isinstance(value, Tensor):
-        return sorted(str(symbol) for symbol in free_symbols(value))
-    if isinstance(value, (tuple, list)):
-        return sorted({symbol for item in value for symbol in symbols_of(item)})
-    return []
-
-
 def is_checkpoint_call(node: fx.Node) -> bool:
     """Whether `node` of a Dynamo graph runs a checkpointed region: a subgraph and its operands."""
     return node.target is tag_activation_checkpoint
@@ -227,11 +130,6 @@ def trace_and_compile(
         decompositions=select_decomp_table() if inductor else None,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
-
-
-def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and devices, and no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def trace_apart(
@@ -351,23 +249,3 @@ def past_recompile_limit() -> str:
             return frame.f_code.co_qualname
         frame = frame.f_back
     return ""
-
-
-def num_references(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects hold `storage`."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
-def shares_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, fake ones too, use the same storage object."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
-def storage_key(value: Tensor) -> int:
-    """Names a tensor's storage, also one without memory, while it lives."""
-    return value.untyped_storage()._cdata
-
-
-def is_mutable(op: Any) -> bool:
-    """Whether an operation writes to an argument."""
-    return op._schema.is_mutable

@@ -1,0 +1,36 @@
+"""Process groups: collectives that were renamed, and what has no public accessor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather_flat(out: Tensor, chunk: Tensor, group: dist.ProcessGroup) -> Any:
+    """Asynchronous native all-gather of equal chunks (renamed in torch 2.13)."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, chunk, group=group, async_op=True)
+
+
+def reduce_scatter_flat(out: Tensor, full: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
+    """Asynchronous native reduce-scatter of equal chunks (renamed in torch 2.13)."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, full, op=op, group=group, async_op=True)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves `device`; `get_backend` says "undefined" for defaults."""
+    return group._get_backend(device).name()
+
+
+def default_store() -> dist.Store:
+    """The store behind the default process group; torch has no public accessor."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_message(work: Any) -> bool:
+    """Whether `work` is a point-to-point message: c10d's `OpType` SEND or RECV."""
+    return work._get_op_type() in (12, 13)

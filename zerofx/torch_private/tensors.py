@@ -1,0 +1,102 @@
+"""Tensors, storages, autograd and fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""Sees every operation below autograd."""
+
+
+def backward_id() -> int:
+    """A number for the backward pass under way on this thread; -1 outside one."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the backward pass under way ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode that made the first fake tensor among `values`."""
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def below_transforms(value: Any) -> Any:
+    """What `value` is outside the `torch.func` transforms that are under way."""
+    while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def inside_transform() -> bool:
+    """Whether a `torch.func` transform is under way."""
+    return functorch.peek_interpreter_stack() is not None
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in a nest of lists, tuples, dicts and classes registered with torch."""
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """The same nest with `function` applied to its tensors."""
+    return _pytree.tree_map_only(Tensor, function, values)
+
+
+def unwrap_compiled(module: nn.Module) -> nn.Module:
+    """The user's module behind the wrapper that `torch.compile` returns."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def with_local(value: DTensor, local: Tensor) -> DTensor:
+    """`value` with another local tensor, which stays on its device; `from_local` would move it."""
+    return DTensor(local, value._spec, requires_grad=False)
+
+
+def symbols_of(value: Any) -> list[str]:
+    """Names of the shape symbols in a fake tensor's metadata, sorted."""
+    if isinstance(value, torch.SymInt):
+        return sorted(str(symbol) for symbol in free_symbols(value))
+    if isinstance(value, Tensor):
+        return sorted(str(symbol) for symbol in free_symbols(value))
+    if isinstance(value, (tuple, list)):
+        return sorted({symbol for item in value for symbol in symbols_of(item)})
+    return []
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and devices, and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def num_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects hold `storage`."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def shares_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, fake ones too, use the same storage object."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def storage_key(value: Tensor) -> int:
+    """Names a tensor's storage, also one without memory, while it lives."""
+    return value.untyped_storage()._cdata
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an operation writes to an argument."""
+    return op._schema.is_mutable
