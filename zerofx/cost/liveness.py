@@ -208,7 +208,7 @@ class _Ledger:
         last: dict[fx.Node, fx.Node] = {owner: owner for owner in self.size}
         for node in self._program.graph.nodes:
             for source in node.all_input_nodes:
-                last.update(dict.fromkeys(self.owners[source], node))
+                last.update((owner, node) for owner in self.owners[source])
         for start in self._program.calls(REDUCE_START):
             waits = waits_of(start)
             for owner in {o for grad in gradients(start) for o in self.owners[grad]}:
