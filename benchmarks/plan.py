@@ -91,9 +91,10 @@ def _row(
     config = ZeroConfig(stage=stage, dump="")  # pyright: ignore[reportArgumentType]
     ranks = dist.get_world_size()
     programs = rehearsal.programs(config, ranks)
-    shapes = [spec.shard_shape(0) for spec in lay_out(rehearsal.params, config, ranks)]
+    numel = sum(spec.shard_shape(0).numel() for spec in lay_out(rehearsal.params, config, ranks))
     profiled = sum(_profiled(program, programs, machine.link) for program in programs)
-    profiled = _slowest(profiled + _update_seconds(shapes))
+    # AdamW reads value, gradient and two moments, and writes all but the gradient; fp32.
+    profiled = _slowest(profiled + 7 * 4 * numel / machine.roofline.bytes_per_second)
 
     def inputs(size: int, length: int) -> tuple[Batch, dict[str, Tensor]]:
         return tuple(value.new_zeros((size, *value.shape[1:])) for value in batch), {}
@@ -139,14 +140,6 @@ def _value_for(fake: Any) -> Any:
         return fake
     made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
     return made.normal_() if made.is_floating_point() else made.zero_()
-
-
-def _update_seconds(shapes: Sequence[torch.Size]) -> float:
-    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    optimizer = torch.optim.AdamW(params, fused=True)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    return _median(optimizer.step, 5)
 
 
 def _roofline() -> Roofline:

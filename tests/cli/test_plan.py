@@ -21,13 +21,13 @@ def _plan(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
 
 
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, plan = _plan(capsys, "--world-size", "4096", "--memory", "30MB")
+    code, plan = _plan(capsys, "--world-size", "64", "--memory", "16MB")
     peaks = {int(stage): found["peak_bytes"] for stage, found in plan["stages"].items()}
-    assert code == 0 and plan["stage"] == min(stage for stage in peaks if peaks[stage] <= 30e6)
-    assert peaks[0] > 30e6, "everything fits"
+    assert code == 0 and plan["stage"] == min(stage for stage in peaks if peaks[stage] <= 16e6)
+    assert peaks[0] > 16e6, "everything fits"
     for stage, found in plan["stages"].items():
-        assert (found["largest_batch"] >= 2) == (peaks[int(stage)] <= 30e6)
-    _, one = _plan(capsys, "--world-size", "4096", "--memory", "30MB", "--stage", "3")
+        assert (found["largest_batch"] >= 2) == (peaks[int(stage)] <= 16e6)
+    _, one = _plan(capsys, "--world-size", "64", "--memory", "16MB", "--stage", "3")
     assert one["stages"]["3"] == plan["stages"]["3"]  # stages do not depend on each other
     code, none = _plan(capsys, "--world-size", "4096", "--memory", "1MB")
     assert code == 1 and none["stage"] is None

@@ -89,7 +89,7 @@ class Curve:
 
 
 CUT = "communication"
-"""Name of the communication before the first kernel."""
+"""Name of the communication and views before the first kernel."""
 
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 _NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
@@ -169,7 +169,8 @@ class _Ledger:
             live[1:] += (self._reduced_at(node), self._message_at(node), self._gathered_at(node))
             if node.op != "placeholder":
                 block = _block_of(node, block)
-                _note(points, CUT if node.target in PROGRAM_OPS else node.name, block, live)
+                silent = node.target in PROGRAM_OPS or bool(aliased_inputs(node))
+                _note(points, CUT if silent else node.name, block, live)
             for owner in dies.get(node, ()):
                 live[int(owner in of_grads)] -= self.size[owner]
             live[2:] -= (self._message_until(node), self._freed_at(node))
@@ -208,7 +209,7 @@ class _Ledger:
         last: dict[fx.Node, fx.Node] = {owner: owner for owner in self.size}
         for node in self._program.graph.nodes:
             for source in node.all_input_nodes:
-                last.update(dict.fromkeys(self.owners[source], node))
+                last.update((owner, node) for owner in self.owners[source])
         for start in self._program.calls(REDUCE_START):
             waits = waits_of(start)
             for owner in {o for grad in gradients(start) for o in self.owners[grad]}:
@@ -286,13 +287,12 @@ def _block_of(node: fx.Node, previous: str) -> str:
 
 
 def _note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows) -> None:
-    """One point more; communication belongs to the kernel before it, and adds to its peak."""
+    """One point more; communication and views belong to the kernel before."""
     now = live.copy()
     if name == CUT and points:
         name, block, before = points.pop()
         higher, lower = (now, before) if now[:3].sum() > before[:3].sum() else (before, now)
-        now = higher.copy()
-        now[3] = max(higher[3], lower[3])
+        now = np.array([*higher[:3], max(higher[3], lower[3])], dtype=np.int64)
     points.append((name, block, now))
 
 

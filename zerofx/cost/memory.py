@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import sympy
+import sympy  # pyright: ignore[reportMissingTypeStubs]
 
 from zerofx.ir.spec import ParamSpec
 

@@ -116,12 +116,12 @@ def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
     transport = Transport(algorithms, recycles=device.type == "cpu")
     peaks = predicted_peaks(rehearsal, config, num_ranks, transport)
     listed = ", ".join(f"zero{stage} {peak / 1e9:.3g} GB" for stage, peak in peaks.items())
-    fitting = [stage for stage, peak in peaks.items() if peak <= room]
+    fitting: list[Stage] = [stage for stage, peak in peaks.items() if peak <= room]
     if not fitting:
         _log.warning("zero3, but no stage fits into %.3g GB: predicted %s", room / 1e9, listed)
         return 3
     _log.info("zero%d is the first to fit into %.3g GB: %s", fitting[0], room / 1e9, listed)
-    return fitting[0]
+    return min(fitting)
 
 
 def _memory_bytes(device: torch.device, config: ZeroConfig) -> int:

@@ -190,10 +190,12 @@ class Planner:
         views: dict[int, View] = {}
         for stage in stages:
             self.say(f"running the passes of stage {stage} on {where}")
-            chosen = dataclasses.replace(config, stage=stage)  # pyright: ignore[reportArgumentType]
+            chosen = dataclasses.replace(config, stage=stage)
             programs = [each.programs(chosen, self.num_ranks) for each in rehearsals]
             fused = config.inner == "inductor"
-            views[stage] = look(*programs, batch, self.batch, self.machine, fused=fused)
+            views[stage] = look(
+                programs[0], programs[1], batch, self.batch, self.machine, fused=fused
+            )
         return views
 
     def _with_bucket_size(self, params: Iterable[ParamSpec]) -> ZeroConfig:
@@ -207,7 +209,7 @@ class Planner:
     def _stage_plan(
         self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool
     ) -> StagePlan:
-        config = dataclasses.replace(self.config, stage=stage)  # pyright: ignore[reportArgumentType]
+        config = dataclasses.replace(self.config, stage=stage)
         laid = lay_out(params, config, self.num_ranks)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
         if grown and stage > 1:
@@ -220,7 +222,7 @@ class Planner:
         moved = 2 * (shards + held.optimizer) + held.grads
         update = moved / self.machine.roofline.bytes_per_second
         times = dataclasses.replace(view.times, update=update)
-        return StagePlan(stage, forecast, times, view.sent_bytes)
+        return StagePlan(stage, forecast, times, round(view.sent_bytes))
 
 
 def resident_of(
