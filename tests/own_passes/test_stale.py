@@ -122,7 +122,7 @@ def _differs_in_buckets() -> None:
     [
         (_differs_in_options, "rank 1: pass scale: Scale(factor=3.0), code "),
         (_differs_in_registration, "rank 1: pass scale: Scale(factor=2.0), code "),
-        (_differs_in_buckets, "rank 1: pass fuse_unshards: FuseUnshards(target_bytes=100)"),
+        (_differs_in_buckets, "rank 1: pass fuse_unshards: FuseUnshards(target_bytes=100"),
     ],
 )
 def test_ranks_with_other_passes_are_told(job: Any, line: str) -> None:
