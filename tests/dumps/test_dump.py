@@ -66,7 +66,8 @@ def test_report_lists_what_ran(runs: tuple[Path, Path, Path, str]) -> None:
     regions = [each["region"] for each in report["programs"]]
     assert regions == ["joint", "forward", "backward"]
     assert [each["name"] for each in forward["passes"]] == [*PASSES, "keep_unsharded", "schedule"]
-    assert [each["name"] for each in joint["passes"]] == ["merge_unshards", "merge_reduces"]
+    before_the_cut = ["merge_unshards", "merge_reduces", "cast_before_gather"]
+    assert [each["name"] for each in joint["passes"]] == before_the_cut
     frees = forward["passes"][2]
     assert frees["changed"] and frees["mandatory"] and frees["numerics"] == "exact"
     assert frees["plan"]["frees"][0][0] == "full.embed.weight"
