@@ -20,11 +20,13 @@ class Answer:
         data: for `--json`: dicts, lists, strings, numbers.
         text: for people; printed in order.
         ok: false if a check failed; the exit code is then 1.
+        silent: print nothing: another rank does.
     """
 
     data: Any
     text: tuple[RenderableType, ...]
     ok: bool = True
+    silent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,13 +14,15 @@ from importlib.metadata import version
 
 from rich.console import Console
 
-from zerofx.cli import completion, plan
+from zerofx.cli import bench, completion, diff, plan
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
 
 COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
+    diff.COMMAND,
+    bench.COMMAND,
     Command("completion", completion.SUMMARY, completion.configure, completion.run),
 )
 
@@ -57,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(_block(args.command, error, args.debug), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    _print(answer, as_json=args.json)
+    if not answer.silent:
+        _print(answer, as_json=args.json)
     return 0 if answer.ok else 1
 
 

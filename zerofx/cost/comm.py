@@ -1,7 +1,7 @@
 """Which c10d calls realise a gather or a reduction, by backend and kind of device.
 
 Measured with 2 and 4 ranks on one host, gloo, torch 2.13, 64 MB full size, milliseconds
-(`torchrun --nproc-per-node 2 -m benchmarks.comm` prints it anew):
+(`torchrun --nproc-per-node 2 -m zerofx bench comm` measures anew):
 
 | ranks | all-gather native | point-to-point | reduce-scatter native | exchange and add |
 |-------|-------------------|----------------|-----------------------|------------------|

@@ -1,0 +1,107 @@
+"""`zerofx bench comm`: what collectives cost here, measured and kept."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from zerofx.cli import units
+from zerofx.cli.command import Answer, Command
+from zerofx.cli.progress import Progress
+from zerofx.cost.tables import CommTable
+from zerofx.errors import ConfigError
+from zerofx.runtime.calibrate import DTYPES, SIZES, algorithms_of, calibrate
+from zerofx.runtime.comm import Comm, make_comm
+from zerofx.runtime.network import save_table
+
+_REMEDY = "start it under torchrun: torchrun --nproc-per-node 2 -m zerofx bench comm"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add("what", choices=("comm",), help="collectives between the ranks that torchrun started")
+    add("--ranks-per-node", type=int, metavar="N", help="by default what torchrun started")
+    add("--size", type=units.size, action="append", help="full size of a transfer; repeatable")
+    add("--repeats", type=int, default=5, help="calls of each, of which the median counts (5)")
+    add("--forget", action="store_true", help="only print: do not keep the table")
+
+
+def run(args: argparse.Namespace, progress: Progress) -> Answer:
+    """Measure on all ranks; rank 0 keeps the table and prints it."""
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats} is not allowed", "use at least 1")
+    with _world() as device:
+        group = dist.group.WORLD
+        assert group is not None
+        local = args.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        comm = make_comm(group, device, local or dist.get_world_size())
+        table = _measure(args, comm, device, progress)
+        if comm.rank:
+            return Answer(None, (), silent=True)
+        where = "not kept" if args.forget else f"kept in {save_table(table)}"
+        return Answer(dataclasses.asdict(table), (_show(table), f"{where}\n"))
+
+
+def _measure(
+    args: argparse.Namespace, comm: Comm, device: torch.device, progress: Progress
+) -> CommTable:
+    progress.expect(2 * len(DTYPES) * len(list(algorithms_of(comm))))
+    return calibrate(
+        comm,
+        device,
+        sizes=args.size or SIZES,
+        repeats=args.repeats,
+        report=lambda cost: progress.step(f"{cost.collective}, {cost.algorithm}, {cost.dtype}"),
+    )
+
+
+@contextlib.contextmanager
+def _world() -> Iterator[torch.device]:
+    """The default process group; made here unless the caller has one."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        number = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
+    mine = not dist.is_initialized()
+    if mine:
+        if "RANK" not in os.environ:
+            raise ConfigError("there are no ranks to measure between", _REMEDY)
+        dist.init_process_group()
+    try:
+        if dist.get_world_size() == 1:
+            raise ConfigError("one rank has nobody to talk to", _REMEDY)
+        yield device
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def _show(table: CommTable) -> Table:
+    best = table.algorithms()
+    chosen = {"all_gather": best.all_gather, "reduce_scatter": best.reduce_scatter}
+    out = Table(title=table.topology)
+    for name in ("collective", "algorithm", "dtype", "latency", "bandwidth", "chosen"):
+        numeric = name in ("latency", "bandwidth")
+        out.add_column(name, justify="right" if numeric else "left")
+    for cost in table.costs:
+        out.add_row(
+            cost.collective,
+            cost.algorithm,
+            cost.dtype,
+            units.show_seconds(cost.alpha),
+            f"{units.show_bytes(1 / cost.beta)}/s" if cost.beta else "–",
+            "yes" if chosen[cost.collective] == cost.algorithm else "",
+        )
+    return out
+
+
+COMMAND = Command("bench", "measure what collectives cost here", configure, run)
