@@ -26,11 +26,13 @@ class Everything(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
-        self.norm, self.batch = nn.LayerNorm(6), nn.BatchNorm1d(6)
+        self.norm = nn.LayerNorm(6)
+        self.batch: nn.Module = nn.BatchNorm1d(6)
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
-        x = self.embed(tokens) * torch.tensor([0.5, 1.0, 1.5, -1.0, 0.1, 3.0])
+        factors = torch.tensor([0.5, 1.0, 1.5, -1.0, 0.1, 3.0], dtype=self.scale.dtype)
+        x = self.embed(tokens) * factors
         x = x + self.down(torch.dropout(self.up(self.norm(x)).relu(), 0.3, self.training))
         logits = self.batch(x) @ self.embed.weight.t() * self.scale
         return nn.functional.cross_entropy(logits, target)

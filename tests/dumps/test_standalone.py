@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.dumps.everything import SEED, batch, local, model, step
 from tests.dumps.processes import torchrun
@@ -20,11 +21,16 @@ def _save(folder: Path, value: Any) -> None:
     torch.save(value, folder / f"rank{dist.get_rank()}.pt")
 
 
-def _train(folder: Path, stage: int) -> None:
+POLICY = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def _train(folder: Path, stage: int, options: dict[str, Any]) -> None:
     """One step with a dump; leaves behind what the programs were given and what came out."""
     net = model()
+    if options:
+        net.batch = nn.Identity()  # on CPUs statistics in fp32 want weights in fp32
     values = {name: value.detach().clone() for name, value in net.named_buffers()}
-    loss = step(net, stage, dump=str(folder / "dump"))
+    loss = step(net, stage, dump=str(folder / "dump"), **options)
     dist.barrier()
     report = json.loads(next((folder / "dump").glob("graph*/report.json")).read_text())
     params = dict(net.named_parameters())
@@ -50,9 +56,13 @@ def _tensors(values: list[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("stage", [3, 1, 0])
-def test_forward_and_backward_run_on_their_own(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, _train, tmp_path, stage)
+@pytest.mark.parametrize(
+    ("stage", "options"), [(3, {}), (1, {}), (0, {}), (3, POLICY), (1, POLICY), (0, POLICY)]
+)
+def test_forward_and_backward_run_on_their_own(
+    stage: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(2, _train, tmp_path, stage, options)
     (dump,) = (tmp_path / "dump").glob("graph*")
     for name in ("forward", "backward"):
         text = (dump / name / "program.py").read_text()
@@ -65,10 +75,10 @@ def test_forward_and_backward_run_on_their_own(stage: int, tmp_path: Path) -> No
         (loss,) = [value for value in got[:number] if value.shape == ()]
         assert torch.equal(loss, want["loss"]), f"rank {rank}"
         (tmp_path / "backward").mkdir(exist_ok=True)
-        torch.save([*got[number:], torch.ones(())], tmp_path / "backward" / f"rank{rank}.pt")
+        torch.save([*got[number:], torch.ones_like(loss)], tmp_path / "backward" / f"rank{rank}.pt")
     torchrun(dump / "backward" / "program.py", *folders[2:], alone=True)
     for want, got in zip(expected, _load(tmp_path / "gradients"), strict=True):
         grads = _tensors(want["grads"])
-        assert len(grads) == 10 and len(_tensors(got)) == 10
+        assert len(grads) == len(_tensors(got)) == (8 if options else 10)
         for one, other in zip(_tensors(got), grads, strict=True):
             assert torch.equal(one, other)

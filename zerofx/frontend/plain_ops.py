@@ -19,11 +19,14 @@ from torch import Tensor
 
 
 class Layout:
-    """`shards` neighbouring ranks own a part each; so do `replicas` such groups."""
+    """`shards` neighbouring ranks own a part each; so do `replicas` such groups.
 
-    def __init__(self, shards: int, replicas: int) -> None:
+    Gradients travel and are averaged in `reduce_dtype`, by default each in its own.
+    """
+
+    def __init__(self, shards: int, replicas: int, reduce_dtype: torch.dtype | None) -> None:
         rows = [list(range(start, start + shards)) for start in range(0, shards * replicas, shards)]
-        self.shards = shards
+        self.shards, self.reduce_dtype = shards, reduce_dtype
         self.place = dist.get_rank() % shards
         self.together = [dist.new_group(ranks) for ranks in rows][dist.get_rank() // shards]
         columns = [list(ranks) for ranks in zip(*rows, strict=True)]
@@ -31,9 +34,9 @@ class Layout:
 
 
 @functools.cache
-def layout(shards: int, replicas: int) -> Layout:
+def layout(shards: int, replicas: int, reduce_dtype: torch.dtype | None = None) -> Layout:
     """The ranks of a layout; all ranks must ask for it at the same point."""
-    return Layout(shards, replicas)
+    return Layout(shards, replicas, reduce_dtype)
 
 
 def unshard_start(
@@ -50,14 +53,19 @@ def unshard_start(
     return fulls
 
 
-def unshard(shard: Tensor, size: Sequence[int], ranks: Layout) -> Tensor:
+def unshard(
+    shard: Tensor, size: Sequence[int], ranks: Layout, dtype: torch.dtype | None = None
+) -> Tensor:
     """The full value of one parameter; replicated ones are whole on every rank."""
-    return unshard_start([shard], [size], ranks)[0] if ranks.shards > 1 else shard.clone()
+    full = unshard_start([shard], [size], ranks)[0] if ranks.shards > 1 else shard.clone()
+    return full.to(dtype or full.dtype)
 
 
-def unshard_wait(pending: Sequence[Tensor], member: int) -> Tensor:
-    """The full value of one member of a bucket."""
-    return pending[member]
+def unshard_wait(
+    pending: Sequence[Tensor], member: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The full value of one member of a bucket; zerofx casts before it gathers."""
+    return pending[member].to(dtype or pending[member].dtype)
 
 
 def free(full: Tensor) -> None:
@@ -74,7 +82,7 @@ def reduce_start(grads: Sequence[Tensor], ranks: Layout) -> list[Tensor]:
     """Of each gradient's mean over all ranks, the rows that this rank owns."""
     means: list[Tensor] = []
     for grad in grads:
-        mean = _mean(grad, ranks.together)
+        mean = _mean(grad.to(ranks.reduce_dtype or grad.dtype), ranks.together)
         if ranks.shards > 1:
             rows = -(-grad.shape[0] // ranks.shards)
             mean = mean[ranks.place * rows : (ranks.place + 1) * rows]
@@ -82,14 +90,14 @@ def reduce_start(grads: Sequence[Tensor], ranks: Layout) -> list[Tensor]:
     return means
 
 
-def reduce_grad(grad: Tensor, ranks: Layout) -> Tensor:
-    """This rank's part of the mean of one gradient."""
-    return reduce_start([grad], ranks)[0]
+def reduce_grad(grad: Tensor, ranks: Layout, dtype: torch.dtype) -> Tensor:
+    """This rank's part of the mean of one gradient, in the parameter's dtype."""
+    return reduce_start([grad], ranks)[0].to(dtype)
 
 
-def reduce_wait(pending: Sequence[Tensor], member: int) -> Tensor:
-    """This rank's part of one member's mean gradient."""
-    return pending[member]
+def reduce_wait(pending: Sequence[Tensor], member: int, dtype: torch.dtype) -> Tensor:
+    """This rank's part of one member's mean gradient, in the parameter's dtype."""
+    return pending[member].to(dtype)
 
 
 def sync_buffers(buffers: Sequence[Tensor]) -> None:
@@ -123,4 +131,5 @@ def run(program: Any, constants: SimpleNamespace) -> None:
         results = program(constants, *given)
     outputs.mkdir(parents=True, exist_ok=True)
     torch.save(list(results), outputs / name)
+    dist.barrier()  # nobody leaves while others still receive
     dist.destroy_process_group()

@@ -35,15 +35,16 @@ SEED is for torch's default generator, from which random numbers come.
 '''
 _LARGEST_CONSTANT = 256
 _VIEW = torch.ops.aten.view.default
+# Most arguments that `plain_ops` knows the meaning of.
 _NUM_ARGUMENTS: dict[Any, int] = {
     ops.UNSHARD_START: 2,
-    ops.UNSHARD_WAIT: 3,
+    ops.UNSHARD_WAIT: 4,
     ops.REDUCE_START: 3,
     ops.REDUCE_WAIT: 2,
     ops.FREE: 2,
     ops.KEEP: 3,
     ops.SYNC_BUFFERS: 2,
-    ops.UNSHARD: 3,
+    ops.UNSHARD: 4,
     ops.REDUCE_GRAD: 3,
 }
 _COMMUNICATION = (
@@ -156,16 +157,16 @@ class _PlainGraph:
 
     def _communication(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         args, target = node.args, cast(Any, node.target)
-        if _NUM_ARGUMENTS[target] != len(args):
+        if len(args) > _NUM_ARGUMENTS[target]:
             raise UnsupportedError(
                 f"{target} has no counterpart in plain torch.distributed",
                 "read the text of the program instead",
                 [node.name],
             )
         if target is ops.UNSHARD:
-            return plain_ops.unshard, (*args[:2], self._layout(args[2]))
+            return plain_ops.unshard, (*args[:2], self._layout(args[2]), *args[3:])
         if target is ops.REDUCE_GRAD:
-            return plain_ops.reduce_grad, (args[0], self._layout(args[2]))
+            return plain_ops.reduce_grad, (args[0], self._layout(args[2]), node.meta["val"].dtype)
         if target is ops.UNSHARD_START:
             sizes = [wait.args[2] for wait in ops.waits_of(node)]
             return plain_ops.unshard_start, (args[0], sizes, self._layout(args[1]))
@@ -174,8 +175,9 @@ class _PlainGraph:
         if target in (ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
             start = ops.started_by(node)
             member = ops.members(start).index(cast(fx.Node, args[1]))
-            waits = plain_ops.unshard_wait, plain_ops.reduce_wait
-            return waits[target is ops.REDUCE_WAIT], (start, member)
+            if target is ops.REDUCE_WAIT:
+                return plain_ops.reduce_wait, (start, member, node.meta["val"].dtype)
+            return plain_ops.unshard_wait, (start, member, *args[3:])
         if target is ops.SYNC_BUFFERS:
             return plain_ops.sync_buffers, (args[0],)
         return plain_ops.keep if target is ops.KEEP else plain_ops.free, (args[0],)
@@ -185,7 +187,8 @@ class _PlainGraph:
             layouts = (spec.layout for spec in self._program.params.values())
             layout = next(each for each in layouts if each.handle == handle)
             name = layout.name.replace(".", "_")
-            args = (layout.num_shards, layout.num_replicas)
+            rounded = () if layout.reduce_dtype is None else (layout.reduce_dtype,)
+            args = (layout.num_shards, layout.num_replicas, *rounded)
             self._layouts[handle] = self.made.create_node(
                 "call_function", plain_ops.layout, args, {}, name
             )
