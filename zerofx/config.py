@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,11 @@ _FLOATS = "None or a floating-point torch.dtype of at least 16 bits, such as tor
 
 def _dump_from_environment() -> str:
     return os.environ.get("ZEROFX_DUMP", "")
+
+
+def cache_folder() -> Path:
+    """Where measurements of this machine are kept: `ZEROFX_CACHE`, by default `~/.cache/zerofx`."""
+    return Path(os.environ.get("ZEROFX_CACHE") or Path.home() / ".cache" / "zerofx")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx.config import ZeroConfig
+from zerofx.config import ZeroConfig, cache_folder
 from zerofx.cost.tables import CommTable, loads, topology
 from zerofx.errors import ConfigError
 from zerofx.runtime.comm import Comm, make_comm
@@ -67,9 +67,8 @@ def topology_of(comm: Comm, device: torch.device) -> str:
 
 
 def table_path(topology: str) -> Path:
-    """Where a table is kept: under `ZEROFX_CACHE`, by default `~/.cache/zerofx`."""
-    root = os.environ.get("ZEROFX_CACHE") or Path.home() / ".cache" / "zerofx"
-    return Path(root) / "comm" / f"{topology}.json"
+    """Where a table is kept."""
+    return cache_folder() / "comm" / f"{topology}.json"
 
 
 def save_table(table: CommTable) -> Path:
