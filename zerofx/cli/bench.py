@@ -19,7 +19,7 @@ from zerofx.cost.tables import CommTable
 from zerofx.errors import ConfigError
 from zerofx.runtime.calibrate import DTYPES, SIZES, algorithms_of, calibrate
 from zerofx.runtime.comm import Comm, make_comm
-from zerofx.runtime.network import save_table
+from zerofx.runtime.network import ranks_of_a_node, save_table
 
 _REMEDY = "start it under torchrun: torchrun --nproc-per-node 2 -m zerofx bench comm"
 
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     with _world() as device:
         group = dist.group.WORLD
         assert group is not None
-        local = args.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        comm = make_comm(group, device, local or dist.get_world_size())
+        local = ranks_of_a_node(args.ranks_per_node, dist.get_world_size())
+        comm = make_comm(group, device, local)
         table = _measure(args, comm, device, progress)
         if comm.rank:
             return Answer(None, (), silent=True)

@@ -25,7 +25,7 @@ from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import ShardingError
 from zerofx.frontend.planner import resident_of
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
-from zerofx.torch_private import backend_of, default_store
+from zerofx.torch_private import backend_of, default_store, num_live_ranks
 
 _log = logging.getLogger(__name__)
 _choices = itertools.count()
@@ -53,7 +53,7 @@ def choose_stage(
     if not dist.is_available() or not dist.is_initialized():
         return 0  # sharding will say what is missing
     key, store = f"zerofx/choice/{next(_choices)}", default_store()
-    num_ranks = 1 if dist.get_backend() == "fake" else dist.get_world_size()
+    num_ranks = num_live_ranks()
     mine = [socket.gethostname(), _memory_bytes(device, config), device.type == "cpu"]
     store.set(f"{key}/{dist.get_rank() % num_ranks}", json.dumps(mine))
     if dist.get_rank() % num_ranks:

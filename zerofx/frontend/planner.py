@@ -27,12 +27,11 @@ from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, View, grow, look
 from zerofx.ir.spec import ParamSpec
+from zerofx.passes.buckets import MOST_BYTES, default_target
 from zerofx.torch_private import fake_mode
 
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
 """One batch, for `(batch size, length)`."""
-
-_BUCKET_BYTES, _SHARE = 16 << 20, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Planner:
         sizes = [spec.numel * spec.dtype.itemsize for spec in params]
         numbered = [re.search(r"\d+", spec.name) is not None for spec in params]
         block = sum(size for size, inside in zip(sizes, numbered, strict=True) if inside) // depth
-        return 3 + math.ceil(2 * max(*sizes, _BUCKET_BYTES) / max(1, block))
+        return 3 + math.ceil(2 * max(*sizes, MOST_BYTES) / max(1, block))
 
     def _model(self, depth: int) -> nn.Module:
         model = self.build()
@@ -203,8 +202,7 @@ class Planner:
         if self.config.bucket_bytes is not None:
             return self.config
         whole = sum(spec.numel * spec.dtype.itemsize for spec in params)
-        size = min(_BUCKET_BYTES, whole // _SHARE)
-        return dataclasses.replace(self.config, bucket_bytes=size)
+        return dataclasses.replace(self.config, bucket_bytes=default_target(whole))
 
     def _stage_plan(
         self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool

@@ -70,7 +70,7 @@ def plan_buckets(
     """
     if target_bytes is None:
         whole = sum(spec.full_bytes for spec in program.params.values())
-        target_bytes = min(most_bytes, whole // _SHARE)
+        target_bytes = default_target(whole, most_bytes)
     by_layout: dict[int, list[tuple[fx.Node, ParamSpec]]] = {}
     for start in starts:
         spec = program.params.get(facts(start).param)
@@ -82,6 +82,11 @@ def plan_buckets(
         for bucket in _join(_runs(program, items, target_bytes), target_bytes)
     ]
     return BucketPlan(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
+
+
+def default_target(whole_bytes: int, most_bytes: int = MOST_BYTES) -> int:
+    """Bytes of a bucket if nobody asks for a size: an eighth of all parameters, with a bound."""
+    return min(most_bytes, whole_bytes // _SHARE)
 
 
 def bucket_facts(bucket: Bucket, role: Role) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,14 +75,7 @@ def _point(
     """Bytes that a rank sends, and seconds."""
     numel = max(1, size // dtype.itemsize // comm.size) * comm.size
     full = torch.zeros(numel, dtype=dtype, device=device)
-    way = Comm(
-        comm.group,
-        comm.backend,
-        comm.rank,
-        comm.ranks,
-        Algorithms(algorithm, algorithm),
-        comm.node_size,
-    )
+    way = dataclasses.replace(comm, algorithms=Algorithms(algorithm, algorithm))
     run = _gather(full, way) if collective == "all_gather" else _reduce(full, way)
     return full.nbytes * (comm.size - 1) / comm.size, _median(run, comm, device, repeats)
 

@@ -200,9 +200,8 @@ class Domain:
     def _mean_by_parts(self, grads: Sequence[Tensor], comm: Comm, what: str) -> Pending:
         """Reduce-scatter and all-gather: 16-bit gradients travel as such and are added in fp32."""
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        chunk = -(-flat.numel() // comm.size)
-        edges = [min(rank * chunk, flat.numel()) for rank in range(comm.size + 1)]
-        splits = [stop - start for start, stop in itertools.pairwise(edges)]
+        splits = _row_splits(flat, comm.size)
+        chunk = max(splits)
         journal, memory = self.session.journal, self.session.recycler
         tag = journal.record("reduce_scatter", what)
 

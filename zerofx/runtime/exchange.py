@@ -6,7 +6,7 @@ Every function takes the transfers of one bucket, and a tag that agrees on all r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,9 +63,11 @@ def gather_native(transfers: Sequence[Gather], comm: Comm, tag: int) -> Pending:
     return Pending([], works, keep)
 
 
-def gather_direct(transfers: Sequence[Gather], comm: Comm, tag: int) -> Pending:
-    """Each rank sends its chunk to every other rank."""
-    mail = Mail(comm)
+def gather_direct(
+    transfers: Sequence[Gather], comm: Comm, tag: int, peers: Collection[int] | None = None
+) -> Pending:
+    """Each rank sends its chunk to every other rank, or to `peers` (positions along the axis)."""
+    mail = Mail(comm, peers)
     for number, each in enumerate(transfers):
         mail.post([each.chunk] * comm.size, each.out.chunk(comm.size), tag + number)
     works = mail.deliver()
@@ -114,14 +116,17 @@ def reduce_direct(
     return Pending([], mail.deliver(), keep, (finish,))
 
 
-def landing(mine: Tensor, own: int, count: int, memory: Recycler) -> list[Tensor]:
-    """`count` parts for `mean_of`: `mine` at its place, and memory for the others."""
+def landing(mine: Tensor, own: int, count: int, memory: Recycler | None = None) -> list[Tensor]:
+    """`count` parts for `mean_of`: `mine` at its place, and memory for the others.
+
+    With `memory`, the mean will lie there.
+    """
     result = _result_place(own)
     return [
         mine
         if place == own
         else memory.empty(mine.numel(), mine)
-        if place == result
+        if memory is not None and place == result
         else torch.empty_like(mine)
         for place in range(count)
     ]

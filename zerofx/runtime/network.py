@@ -45,7 +45,7 @@ def agree_on_network(
     Raises:
         ConfigError: rank 0's table cannot be read.
     """
-    local = config.ranks_per_node or os.environ.get("LOCAL_WORLD_SIZE") or mesh.size()
+    local = ranks_of_a_node(config.ranks_per_node, mesh.size())
     ranks_per_node = int(journal.from_rank_zero(str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
     path = table_path(topology_of(comm, device))
@@ -58,6 +58,11 @@ def agree_on_network(
         raise ConfigError(
             f"{path} on rank 0: {error}", "delete it, or run `zerofx bench comm` again"
         ) from error
+
+
+def ranks_of_a_node(asked: int | None, num_ranks: int) -> int:
+    """What was asked for, else what torchrun started on this node, else all of `num_ranks`."""
+    return asked or int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
 
 
 def topology_of(comm: Comm, device: torch.device) -> str:

@@ -32,7 +32,7 @@ from zerofx.runtime.overflow import mixed_gradients, share_overflow
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.watch import Watch
-from zerofx.torch_private import default_store
+from zerofx.torch_private import default_store, num_live_ranks
 
 _numbers = itertools.count()
 
@@ -71,8 +71,7 @@ class Session:
         self.pool = BufferPool()
         self.kept = KeptValues(self.pool)
         self.recycler = Recycler()
-        # The `fake` backend, which tests and planning use, has no other ranks to compare with.
-        num_ranks = 1 if dist.get_backend() == "fake" else dist.get_world_size()
+        num_ranks = num_live_ranks()
         # One rank may copy a model alone: numbers of new models stay in step all the same.
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
         self._num_copies = 0

@@ -11,24 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.comm import Comm
-from zerofx.runtime.exchange import Gather, Reduction, landing, mean_of
+from zerofx.runtime.exchange import Gather, Reduction, gather_direct, landing, mean_of
 from zerofx.runtime.mail import Mail
 from zerofx.runtime.pending import Pending
 
 
 def gather_two_hop(transfers: Sequence[Gather], comm: Comm, tag: int) -> Pending:
     """Chunks go to node and column; what came along the column is then forwarded in the node."""
-    mail = Mail(comm, {*comm.node_peers, *comm.column_peers})
-    for number, each in enumerate(transfers):
-        mail.post([each.chunk] * comm.size, each.out.chunk(comm.size), tag + number)
-    works = mail.deliver()
-    for each in transfers:
-        each.place_own(comm)
 
     def forward(_: list[Tensor]) -> Pending:
         inside = Mail(comm, comm.node_peers)
@@ -42,8 +35,8 @@ def gather_two_hop(transfers: Sequence[Gather], comm: Comm, tag: int) -> Pending
                     inside.post([row[comm.column]] * comm.size, row, tag + place)
         return Pending([], inside.deliver())
 
-    keep = tuple(tensor for each in transfers for tensor in (each.out, each.chunk))
-    return Pending([], works, keep, (forward,))
+    peers = comm.node_peers | comm.column_peers
+    return gather_direct(transfers, comm, tag, peers).then(forward)
 
 
 def reduce_two_hop(
@@ -58,7 +51,7 @@ def reduce_two_hop(
         received.append([])
         for node in range(comm.num_nodes):
             row = parts[node * comm.node_size :][: comm.node_size]
-            received[-1].append(_landing(row[comm.column], comm.column, comm.node_size))
+            received[-1].append(landing(row[comm.column], comm.column, comm.node_size))
             place = node * len(transfers) + number
             inside.post(row * comm.num_nodes, received[-1][node] * comm.num_nodes, tag + place)
 
@@ -80,10 +73,6 @@ def reduce_two_hop(
 
     flats = tuple(each.flat for each in transfers)
     return Pending([], inside.deliver(), flats, (cross,))
-
-
-def _landing(mine: Tensor, own: int, count: int) -> list[Tensor]:
-    return [mine if place == own else torch.empty_like(mine) for place in range(count)]
 
 
 def _by_rank(by_node: Sequence[Tensor], comm: Comm) -> list[Tensor]:

@@ -161,11 +161,11 @@ class Recorder(DispatchMode):
             )
         before = {storage_key(value) for value in mixed if _on_meta(value)}
         # Real values meet values without memory: only shapes matter now.
-        out = func(*_map(args, _to_meta), **_map(kwargs, _to_meta))
+        out = func(*replaced(args, _to_meta), **replaced(kwargs, _to_meta))
         results = tuple(self._note(value) for value in flat(out))
         fresh = any(ref is not None and ref.storage not in before for ref in results)
         if fresh or is_mutable(func):
-            step = Step(func, _map(args, self._note), _map(kwargs, self._note), results)
+            step = Step(func, replaced(args, self._note), replaced(kwargs, self._note), results)
             self._tape.steps.append(step)
         return out
 
@@ -246,7 +246,11 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 def replaced(value: Any, change: Any) -> Any:
     """`value` with `change` applied to its leaves."""
-    return _map(value, change)
+    if isinstance(value, dict):
+        return {key: replaced(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)([replaced(item, change) for item in value])
+    return change(value)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -260,14 +264,6 @@ def _leaves(value: Any) -> Iterator[Any]:
     else:
         for item in items:
             yield from _leaves(item)
-
-
-def _map(value: Any, change: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)([_map(item, change) for item in value])
-    return change(value)
 
 
 def _to_meta(value: Any) -> Any:

@@ -29,6 +29,7 @@ from zerofx.torch_private.distributed import (
     backend_of,
     default_store,
     is_message,
+    num_live_ranks,
     reduce_scatter_flat,
 )
 from zerofx.torch_private.tensors import (
@@ -74,6 +75,7 @@ __all__ = [
     "map_tensors",
     "min_cut",
     "must_recompute_tag",
+    "num_live_ranks",
     "num_references",
     "pass_through_dynamo",
     "past_recompile_limit",

@@ -68,9 +68,7 @@ def with_local(value: DTensor, local: Tensor) -> DTensor:
 
 def symbols_of(value: Any) -> list[str]:
     """Names of the shape symbols in a fake tensor's metadata, sorted."""
-    if isinstance(value, torch.SymInt):
-        return sorted(str(symbol) for symbol in free_symbols(value))
-    if isinstance(value, Tensor):
+    if isinstance(value, (torch.SymInt, Tensor)):
         return sorted(str(symbol) for symbol in free_symbols(value))
     if isinstance(value, (tuple, list)):
         return sorted({symbol for item in value for symbol in symbols_of(item)})
