@@ -37,6 +37,8 @@ def serve(
     stacks_file = open(stacks, "ab", buffering=0)  # noqa: SIM115 - open for the process's life
     faulthandler.enable(stacks_file)
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
+    # Python knows nothing of the threads of torch and gloo; this writes their stacks to the log.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     environment = dict(os.environ)

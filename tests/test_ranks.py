@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +40,22 @@ def _a_function_that_hangs() -> None:
 def _die_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _crash_in_a_native_thread(times: int, folder: str) -> int:
+    """On rank 1, `times` times in the pools of this test; then returns how often it was called."""
+    if dist.get_rank() == 0:
+        dist.barrier()
+        return 0
+    calls = len(os.listdir(folder)) + 1
+    Path(folder, str(calls)).touch()
+    if calls <= times:
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        strlen = ctypes.cast(libc.strlen, ctypes.c_void_p)
+        libc.pthread_create(ctypes.byref(thread), None, strlen, None)
+        time.sleep(60)
+    dist.barrier()
+    return calls
 
 
 def _dirty_the_process() -> None:
@@ -99,6 +118,19 @@ def test_a_dead_process_is_named_with_its_stack() -> None:
     died = caught.value.failures[1]
     assert died.kind == "Died" and str(-signal.SIGSEGV) in died.message
     assert "in _die_on_rank_1" in died.details
+
+
+def test_a_crash_in_a_native_thread_runs_once_more_and_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashes: list[str] = []
+    monkeypatch.setattr("tests.ranks.native_crashes", crashes)
+    assert run_ranks(2, _crash_in_a_native_thread, 1, str(tmp_path)) == [0, 2]
+    assert len(crashes) == 1 and "libc.so" in crashes[0]
+    again = tmp_path / "again"
+    again.mkdir()
+    with pytest.raises(RanksFailed, match="Crashed: the process ended with exit code -11"):
+        run_ranks(2, _crash_in_a_native_thread, 2, str(again))
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
