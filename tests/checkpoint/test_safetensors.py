@@ -50,7 +50,8 @@ def _exported(folder: Path, max_shard_bytes: int, several: bool) -> None:
             sizes = [content.get_tensor(name).nbytes for name in content.keys()]  # noqa: SIM118
             assert sum(sizes) <= max_shard_bytes or len(sizes) == 1
             assert "lm_head.weight" not in content.keys(), "tied weights are written once"  # noqa: SIM118
-    plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    plain, info = loaded
     assert not any(info.values()), info
     bitwise(_values(plain), wanted)
     for again in (_llama(1), _on_meta()):

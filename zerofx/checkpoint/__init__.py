@@ -1,11 +1,27 @@
 """Checkpoints: torch's own format (`torch.distributed.checkpoint`, DCP), written atomically.
 
 Any DCP program reads what this writes, and the other way round. Modules: store, writer, snapshot,
-damage, export.
+damage, export; source, formats, deepspeed and convert read what others wrote.
 """
 
+from zerofx.checkpoint.convert import to_dcp, to_safetensors
 from zerofx.checkpoint.export import export_safetensors
+from zerofx.checkpoint.formats import open_source
+from zerofx.checkpoint.source import Source, Stored
 from zerofx.checkpoint.store import Saving, async_save, latest, load, save
 from zerofx.checkpoint.writer import AtomicWriter
 
-__all__ = ["AtomicWriter", "Saving", "async_save", "export_safetensors", "latest", "load", "save"]
+__all__ = [
+    "AtomicWriter",
+    "Saving",
+    "Source",
+    "Stored",
+    "async_save",
+    "export_safetensors",
+    "latest",
+    "load",
+    "open_source",
+    "save",
+    "to_dcp",
+    "to_safetensors",
+]

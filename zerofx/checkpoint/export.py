@@ -38,8 +38,8 @@ def export_safetensors(
     """
     writes = not _together() or dist.get_rank() == 0
     values = _once(model)
-    files = _split(values, max_shard_bytes)
-    partial = _begin(Path(folder).absolute()) if writes else None
+    files = split(values, max_shard_bytes)
+    partial = begin(Path(folder).absolute()) if writes else None
     for file, names in files.items():
         content: dict[str, Tensor] = {}
         for name in names:
@@ -50,7 +50,7 @@ def export_safetensors(
         if partial is not None:
             save_file(content, partial / file, metadata={"format": "pt"})
     if partial is not None:
-        _write_index(partial, files, sum(map(_num_bytes, values.values())))
+        write_index(partial, files, values)
         _write_config(partial, unwrap_compiled(model))
         publish(partial, Path(folder).absolute())
     if _together():
@@ -83,7 +83,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
+def split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
     """Names by file, in order; a file holds at most `most` bytes, or one tensor."""
     groups: list[list[str]] = [[]]
     held = 0
@@ -137,16 +137,19 @@ def _collected(rows: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Ten
     return full
 
 
-def _begin(target: Path) -> Path:
+def begin(target: Path) -> Path:
+    """The hidden folder in which `target` is written, empty."""
     partial = hidden(target, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
-def _write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> None:
+def write_index(folder: Path, files: dict[str, list[str]], values: dict[str, Tensor]) -> None:
+    """Say which of several files holds which tensor."""
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
+        num_bytes = sum(map(_num_bytes, values.values()))
         index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

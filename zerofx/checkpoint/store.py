@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.checkpoint import damage, snapshot
-from zerofx.checkpoint.writer import AtomicWriter, complete_below, find
+from zerofx.checkpoint.writer import AtomicWriter, alone, complete_below, find
 from zerofx.errors import CheckpointError
 from zerofx.runtime.params import local_tensor
 from zerofx.torch_private import with_local
@@ -131,7 +130,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         if "extra" in metadata.state_dict_metadata:
             state["extra"] = None
         try:
-            dcp.load(state, checkpoint_id=folder, no_dist=not _together())
+            with alone():
+                dcp.load(state, checkpoint_id=folder, no_dist=not _together())
         except CheckpointException as error:
             raise damage.unreadable(folder, metadata, state) from error
     extra = state.get("extra")
@@ -216,9 +216,7 @@ def _agreed(look: Callable[[], Result]) -> Result:
 
 def _explained(path: str | os.PathLike[str], write: Callable[[], Any]) -> None:
     try:
-        with warnings.catch_warnings():
-            # One process alone is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)
+        with alone():
             write()
     except CheckpointException as error:
         reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()]

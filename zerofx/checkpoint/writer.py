@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
@@ -44,6 +46,14 @@ class AtomicWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         publish(Path(self.path), self._target)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """DCP warns where there are no ranks; inside the block one process is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)
+        yield
 
 
 def publish(partial: Path, target: Path) -> None:

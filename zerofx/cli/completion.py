@@ -40,13 +40,14 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
 
 def script_for(parser: argparse.ArgumentParser, shell: str) -> str:
     """Words to complete: subcommands, then their options, and the choices of the option before."""
-    commands = _subparsers(parser)
+    commands = subparsers(parser)
     choices: list[str] = []
     options: list[str] = []
     for name, sub in commands.items():
         flags: list[str] = []
-        for action in sub._actions:
-            flags += action.option_strings
+        below = [each for inner in subparsers(sub).values() for each in inner._actions]
+        for action in (*sub._actions, *below):
+            flags += [flag for flag in action.option_strings if flag not in flags]
             words = " ".join(map(str, action.choices or ()))
             flags += words.split() if not action.option_strings else []
             for flag in action.option_strings if words else ():
@@ -60,7 +61,8 @@ def script_for(parser: argparse.ArgumentParser, shell: str) -> str:
     )
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers directly below `parser`, by name."""
     return dict(_pairs(parser))
 
 

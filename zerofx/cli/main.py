@@ -11,10 +11,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from rich.console import Console
 
-from zerofx.cli import bench, completion, diff, plan
+from zerofx.cli import bench, checkpoint, completion, diff, plan
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
@@ -22,6 +23,7 @@ from zerofx.errors import ConfigError, ZeroFxError
 COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
     diff.COMMAND,
+    checkpoint.COMMAND,
     bench.COMMAND,
     Command("completion", completion.SUMMARY, completion.configure, completion.run),
 )
@@ -34,11 +36,18 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.summary, description=command.summary)
-        sub.add_argument("--json", action="store_true", help="print data instead of text")
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        _add_common(sub, default=False)
         command.configure(sub)
+        for action in completion.subparsers(sub).values():
+            _add_common(action, default=argparse.SUPPRESS)  # else it would undo the outer one
         sub.set_defaults(run=command.run, parser=parser)
     return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
+    flags = {"--json": "print data instead of text", "--debug": "show the traceback of an error"}
+    for flag, said in flags.items():
+        parser.add_argument(flag, action="store_true", default=default, help=said)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

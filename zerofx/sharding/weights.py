@@ -37,7 +37,7 @@ class Weights:
         self._done: set[str] = set()
 
     def __enter__(self) -> Weights:
-        for file in _files_of(self._path):
+        for file in files_of(self._path):
             try:
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -134,7 +134,12 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(found.values())
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """The safetensors files of a folder, or the one that `path` is.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     if path.is_file():
         return [path]
     if (path / _INDEX).is_file():
