@@ -1,0 +1,1 @@
+"""`ds_config.json` read, understood and put to work. Modules: schedules."""
