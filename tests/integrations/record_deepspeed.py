@@ -1,6 +1,6 @@
 """Writes down what DeepSpeed's schedules and loss scaler do, for tests that do not have it.
 
-    DS_ACCELERATOR=cpu python -m tests.integrations.record_deepspeed     # deepspeed 0.19.8
+DS_ACCELERATOR=cpu python -m tests.integrations.record_deepspeed     # deepspeed 0.19.8
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ SCALER_DEFAULTS = {
 def two_groups() -> torch.optim.Optimizer:
     """An optimizer with two learning rates."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    return torch.optim.AdamW([{"params": [params[0]]}, {"params": [params[1]], "lr": LR / 2}], lr=LR)
+    return torch.optim.AdamW(
+        [{"params": [params[0]]}, {"params": [params[1]], "lr": LR / 2}], lr=LR
+    )
 
 
 def _schedule(name: str, params: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export_safetensors(
-    model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write full weights as `from_pretrained` reads them; every rank calls it, rank 0 writes.
 
@@ -35,22 +39,24 @@ def export_safetensors(
             Tied weights are written once, under their first name.
         folder: is created, on rank 0's host; one of that name is replaced.
         max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
+        dtype: of floating-point values in the files; by default that of the model. A shard is cast
+            before it is sent.
     """
     writes = not _together() or dist.get_rank() == 0
     values = _once(model)
-    files = _split(values, max_shard_bytes)
+    files = _split(values, max_shard_bytes, dtype)
     partial = _begin(Path(folder).absolute()) if writes else None
     for file, names in files.items():
         content: dict[str, Tensor] = {}
         for name in names:
-            full = _on_first_rank(values[name])
+            full = _on_first_rank(_cast(values[name], dtype))
             if full is not None and partial is not None:
                 content[name] = full.cpu()
             del full
         if partial is not None:
             save_file(content, partial / file, metadata={"format": "pt"})
     if partial is not None:
-        _write_index(partial, files, sum(map(_num_bytes, values.values())))
+        _write_index(partial, files, sum(_num_bytes(each, dtype) for each in values.values()))
         _write_config(partial, unwrap_compiled(model))
         publish(partial, Path(folder).absolute())
     if _together():
@@ -83,12 +89,12 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
+def _split(values: dict[str, Tensor], most: int, dtype: torch.dtype | None) -> dict[str, list[str]]:
     """Names by file, in order; a file holds at most `most` bytes, or one tensor."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, value in values.items():
-        size = _num_bytes(value)
+        size = _num_bytes(value, dtype)
         if groups[-1] and held + size > most:
             groups.append([])
             held = 0
@@ -102,13 +108,17 @@ def _split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
     }
 
 
-def _num_bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+def _num_bytes(value: Tensor, dtype: torch.dtype | None) -> int:
+    return value.numel() * _cast(torch.empty(0, dtype=value.dtype), dtype).element_size()
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    value = value.detach()
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def _on_first_rank(value: Tensor) -> Tensor | None:
     """The full value, on rank 0; other ranks send what they hold, and allocate nothing."""
-    value = value.detach()
     if not isinstance(value, DTensor):
         return value.contiguous()
     *outer, last = value.placements

@@ -205,9 +205,7 @@ class Schedule(LRScheduler):
                 group["betas"] = (self._cycle.beta(self.last_epoch - 1, index), 0.99)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in super().state_dict().items() if key not in _NOT_STATE
-        }
+        return {key: value for key, value in super().state_dict().items() if key not in _NOT_STATE}
 
 
 _NOT_STATE = ("_shape", "_cycle")
