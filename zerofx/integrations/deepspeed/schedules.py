@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,7 +39,7 @@ class Shape(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class WarmupLR:
+class WarmupLR(Shape):
     """From `warmup_min_lr` up to `warmup_max_lr` (by default the optimizer's), then flat."""
 
     warmup_min_lr: PerGroup = 0.0
@@ -72,7 +73,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 @dataclasses.dataclass(frozen=True)
-class WarmupCosineLR:
+class WarmupCosineLR(Shape):
     """The optimizer's rate times a ratio: up to 1, then a cosine down to `cos_min_ratio`."""
 
     total_num_steps: int
@@ -95,7 +96,7 @@ class WarmupCosineLR:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneCycle:
+class OneCycle(Shape):
     """Up, down, then decay; Adam's first beta goes the other way (its second is 0.99 meanwhile)."""
 
     cycle_min_lr: PerGroup
@@ -156,7 +157,7 @@ class OneCycle:
 
 
 @dataclasses.dataclass(frozen=True)
-class LRRangeTest:
+class LRRangeTest(Shape):
     """A rate that only rises, to find the largest that works."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
@@ -192,10 +193,10 @@ class Schedule(LRScheduler):
         _check(optimizer, shape, self._cycle)
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """The rates of all groups; torch calls it."""
         step = self.last_epoch - 1
-        return [self._shape.lr(step, i, lr) for i, lr in enumerate(self.base_lrs)]
+        return [self._shape.lr(step, i, float(lr)) for i, lr in enumerate(self.base_lrs)]
 
     def step(self, epoch: int | None = None) -> None:
         """Go on by one optimizer step that was not skipped."""

@@ -93,13 +93,13 @@ def _world_size() -> int:
 def _batch(settings: Settings, ranks: int) -> Batch:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = (settings.get(name) for name in names)
-    if whole is None and micro is None:
+    if micro is None and whole is not None:
+        micro = whole // (ranks * (steps or 1))
+    if micro is None:
         raise ConfigError(
             "the file says neither train_batch_size nor train_micro_batch_size_per_gpu",
             'write one of them, or pass auto={"train_micro_batch_size_per_gpu": …} for "auto"',
         )
-    if micro is None:
-        micro = whole // (ranks * (steps or 1))
     if steps is None:
         steps = 1 if whole is None else whole // (ranks * max(1, micro))
     product = micro * steps * ranks
