@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zerofx.runtime.loss_scale import FixedScaler
+from zerofx.runtime.loss_scale import FixedScaler, GradScaler
 
 
 class StepReport:
@@ -66,7 +66,7 @@ class StepReport:
     def _line(self) -> str:
         rates = ", ".join(f"{group['lr']:.6g}" for group in self._optimizer.param_groups)
         parts = [f"step={self._steps}", f"skipped={self._skipped}", f"lr=[{rates}]"]
-        if self._scaler.is_enabled():
+        if isinstance(self._scaler, GradScaler):
             parts.append(f"scale={self._scaler.get_scale():g}")
         parts += [
             f"{part}={1000 * spent / self._every:.2f} ms" for part, spent in self._seconds.items()

@@ -27,7 +27,7 @@ _ZERO = [
             ("stage3_prefetch_bucket_size", "elements: `target_bytes` of pass `fuse_unshards`"),
             ("stage3_max_live_parameters", "elements: option `prefetch_bytes`"),
             ("stage3_max_reuse_distance", "elements: option `memory_budget` keeps half of them"),
-            ("stage3_param_persistence_threshold", "option `min_shard_numel`, less one"),
+            ("stage3_param_persistence_threshold", "elements: option `min_shard_numel`, one more"),
         ],
         "count",
         stages=(3,),
