@@ -1,4 +1,4 @@
-"""Writes down what DeepSpeed's schedules and loss scaler do, for tests that do not have it.
+"""Writes down what DeepSpeed computes, for tests that do not have it.
 
 DS_ACCELERATOR=cpu python -m tests.integrations.record_deepspeed     # deepspeed 0.19.8
 """
@@ -6,6 +6,7 @@ DS_ACCELERATOR=cpu python -m tests.integrations.record_deepspeed     # deepspeed
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,64 @@ SCALER_DEFAULTS = {
 }
 
 
+_LOOP: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1},
+}
+TRAININGS: list[dict[str, Any]] = [
+    {
+        **_LOOP,
+        "gradient_clipping": 0.05,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.1, "torch_adam": True, "weight_decay": 0.1, "eps": 1e-4},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 3},
+        },
+    },
+    {  # clips to the default norm
+        **_LOOP,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9, "nesterov": True}},
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {
+                "cycle_min_lr": 0.5,
+                "cycle_max_lr": 2.0,
+                "cycle_first_step_size": 2,
+                "cycle_momentum": False,
+            },
+        },
+    },
+]
+
+
+class Net(torch.nn.Module):
+    """What is trained; its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(6, 9), torch.nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x))).square().mean()
+
+
+def net() -> Net:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    return Net()
+
+
+def draw(rank: int, step: int, micro: int) -> torch.Tensor:
+    """The micro-batch of a rank."""
+    generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
+    return torch.randn(2, 6, generator=generator)
+
+
 def two_groups() -> torch.optim.Optimizer:
     """An optimizer with two learning rates."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
@@ -125,8 +184,26 @@ def _scaler(options: dict[str, Any], steps: str) -> dict[str, Any]:
     return {"options": options, "steps": steps, "scales": scales}
 
 
+def _training(config: dict[str, Any]) -> dict[str, Any]:
+    import deepspeed
+
+    model = net()
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for step in range(5):
+        for micro in range(config["gradient_accumulation_steps"]):
+            loss = engine(10 * draw(0, step, micro))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    params = [param.flatten().tolist() for param in model.parameters()]
+    return {"config": config, "losses": losses, "params": params}
+
+
 def main() -> None:
     """Write the record."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({**place, "MASTER_PORT": "29611"})
     import deepspeed
 
     torch.distributed.init_process_group(
@@ -138,6 +215,7 @@ def main() -> None:
         "command": "DS_ACCELERATOR=cpu python -m tests.integrations.record_deepspeed",
         "schedules": [_schedule(*each) for each in SCHEDULES],
         "scalers": [_scaler(*each) for each in SCALERS],
+        "trainings": [_training(each) for each in TRAININGS],
     }
     text = json.dumps(record, indent=1)
     # A row of numbers on one line.

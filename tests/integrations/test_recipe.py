@@ -17,6 +17,7 @@ import zerofx
 from benchmarks.accounting import Gpt
 from tests.hard.pair import full
 from tests.integrations.examples import BASE, nested
+from tests.integrations.record_deepspeed import RECORD, draw, net
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
@@ -121,15 +122,6 @@ def test_live_and_reused_parameters_are_bounded(rehearsal: Rehearsal) -> None:
     assert kept(0) == 0 < kept(500_000) < kept(10**9)
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 9), nn.Linear(9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(self.one(x))).square().mean()
-
-
 _TRAINING = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.05,
@@ -141,24 +133,14 @@ _TRAINING = {
 }
 
 
-def _draw(rank: int, step: int, micro: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro)
-    return torch.randn(2, 6, generator=generator)
-
-
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return _Net()
-
-
 def _by_hand() -> list[Tensor]:
     """The same training in one process, with nothing of zerofx but the schedule."""
-    model = _net()
+    model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
     scheduler = Schedule(optimizer, WarmupLR(0.01, None, 3))
     for step in range(4):
         for rank, micro in itertools.product(range(2), range(2)):
-            (model(_draw(rank, step, micro)) / 4).backward()
+            (model(draw(rank, step, micro)) / 4).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
@@ -167,7 +149,7 @@ def _by_hand() -> list[Tensor]:
 
 
 def _train(stage: int, flat: dict[str, Any]) -> dict[str, Any]:
-    model = _net()
+    model = net()
     recipe = _recipe({**_TRAINING, "zero_optimization.stage": stage, **flat}, min_shard_numel=8)
     optimizer = recipe.make_optimizer(model.parameters())
     scheduler, scaler = recipe.make_scheduler(optimizer), recipe.make_scaler("cpu")
@@ -178,7 +160,7 @@ def _train(stage: int, flat: dict[str, Any]) -> dict[str, Any]:
     rates, taken = [], []
     for step in range(4):
         for micro in range(2):
-            x = _draw(dist.get_rank(), step, micro)
+            x = draw(dist.get_rank(), step, micro)
             if recipe.scaling.dynamic and (step, micro, dist.get_rank()) == (2, 0, 1):
                 x *= 6e4
             with report.measure("forward"), recipe.autocast("cpu"):
@@ -209,6 +191,32 @@ def test_training_is_what_a_loop_by_hand_computes(stage: int) -> None:
     assert lines[1].startswith("step=4, skipped=0, lr=[")
 
 
+def _as_recorded(config: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    model = net()
+    recipe = zerofx.from_deepspeed(config, inner="eager", min_shard_numel=0)
+    zerofx.shard(model, recipe.config)
+    run: Any = torch.compile(model, backend=recipe.backend, options={"config": recipe.config})
+    optimizer = recipe.make_optimizer(model.parameters())
+    scheduler, scaler = recipe.make_scheduler(optimizer), recipe.make_scaler("cpu")
+    losses = []
+    for step in range(5):
+        for micro in range(recipe.batch.accumulation):
+            loss = run(10 * draw(0, step, micro))
+            recipe.backward(loss, scaler)
+            losses.append(loss.item())
+        recipe.step(optimizer, scaler, scheduler)
+    return losses, [full(param).flatten() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_training_is_what_deepspeed_computed(number: int) -> None:
+    recorded = json.loads(RECORD.read_text())["trainings"][number]
+    ((losses, params),) = run_ranks(1, _as_recorded, recorded["config"])
+    assert losses == pytest.approx(recorded["losses"], rel=1e-4)
+    for ours, theirs in zip(params, recorded["params"], strict=True):
+        torch.testing.assert_close(ours, torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
 def test_an_overflow_skips_the_step_and_its_rate() -> None:
     keys = {
         "fp16.enabled": True,
@@ -225,7 +233,7 @@ def test_an_overflow_skips_the_step_and_its_rate() -> None:
 
 
 def _saves(folder: str, allowed: bool) -> str:
-    model = _Net()
+    model = net()
     gather = {"zero_optimization.stage3_gather_16bit_weights_on_model_save": allowed}
     recipe = _recipe({"zero_optimization.stage": 3, "bf16.enabled": True, **gather})
     zerofx.shard(model, recipe.config)
