@@ -47,9 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.manual_seed(0)
         model = GPT(len(characters.alphabet), LENGTH, args.width, args.depth).to(world.device)
         zerofx.shard(model, recipe.config)
-        compiled: Any = torch.compile(
-            model, backend=recipe.backend, options={"config": recipe.config}
-        )
+        compiled: Any = torch.compile(model, backend=recipe.backend, options=recipe.options)
         optimizer = recipe.make_optimizer(model.parameters())
         scheduler = recipe.make_scheduler(optimizer)
         scaler = recipe.make_scaler(world.device.type)

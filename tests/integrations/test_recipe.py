@@ -156,7 +156,7 @@ def _train(stage: int, flat: dict[str, Any]) -> dict[str, Any]:
     lines: list[str] = []
     report = recipe.make_report(optimizer, scaler, lines.append)
     zerofx.shard(model, recipe.config)
-    run: Any = torch.compile(model, backend=recipe.backend, options={"config": recipe.config})
+    run: Any = torch.compile(model, backend=recipe.backend, options=recipe.options)
     rates, taken = [], []
     for step in range(4):
         for micro in range(2):
@@ -195,7 +195,7 @@ def _as_recorded(config: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
     model = net()
     recipe = zerofx.from_deepspeed(config, inner="eager", min_shard_numel=0)
     zerofx.shard(model, recipe.config)
-    run: Any = torch.compile(model, backend=recipe.backend, options={"config": recipe.config})
+    run: Any = torch.compile(model, backend=recipe.backend, options=recipe.options)
     optimizer = recipe.make_optimizer(model.parameters())
     scheduler, scaler = recipe.make_scheduler(optimizer), recipe.make_scaler("cpu")
     losses = []

@@ -52,7 +52,7 @@ class Recipe:
     """What `zerofx.from_deepspeed` returns; `print` shows how every key was understood.
 
     Attributes:
-        config: for `zerofx.shard`, and for `torch.compile` as `options={"config": config}`.
+        config: for `zerofx.shard`.
         batch: sizes, which multiply.
         optimizer: class and parameters, if the file names an optimizer.
         shape: the schedule, if the file names one.
@@ -107,6 +107,11 @@ class Recipe:
     def backend(self) -> str:
         """The name for `torch.compile`, such as `zero3`."""
         return f"zero{self.config.stage}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options for `torch.compile`."""
+        return {"config": self.config}
 
     def make_optimizer(self, params: Iterable[Any]) -> Optimizer:
         """Build the optimizer over parameters, or groups of them.
