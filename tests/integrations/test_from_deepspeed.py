@@ -16,6 +16,7 @@ from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.schedules import WarmupDecayLR, WarmupLR
 from zerofx.integrations.deepspeed.settings import KEYS
 from zerofx.passes.changes import as_change
+from zerofx.runtime.loss_scale import FixedScaler
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -157,6 +158,7 @@ def test_unknown_keys_are_errors(name: str, message: str) -> None:
         ("zero_optimization.overlap_comm", "true"),
         ("zero_optimization.stage", True),
         ("zero_optimization.stage", 4),
+        ("zero_optimization.mics_shard_size", 3),
         ("gradient_clipping", -1),
         ("communication_data_type", "fp8"),
         ("scheduler.type", "CosineLR"),
@@ -256,3 +258,38 @@ def test_comments_and_commas(tmp_path: Path) -> None:
     )
     recipe = zerofx.from_deepspeed(file, world_size=2)
     assert recipe.batch.micro == 2 and recipe.rows[1].given["team"] == "a//b, }"
+
+
+@pytest.mark.parametrize(
+    ("flat", "kind", "scale", "enabled"),
+    [
+        ({}, FixedScaler, 1.0, False),
+        ({"bf16.enabled": True}, FixedScaler, 1.0, True),
+        ({"bf16.enabled": True, "bf16.check_grad_overflow": False}, FixedScaler, 1.0, False),
+        ({"fp16.enabled": True, "fp16.loss_scale": 128}, FixedScaler, 128.0, True),
+        ({"fp16.enabled": True, "fp16.initial_scale_power": 4}, zerofx.GradScaler, 16.0, True),
+        (
+            {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.float16"},
+            zerofx.GradScaler,
+            2.0**16,
+            True,
+        ),
+    ],
+)
+def test_scalers(flat: dict[str, Any], kind: type, scale: float, enabled: bool) -> None:
+    scaler = _translate({**BASE, **flat}).make_scaler("cpu")
+    assert (type(scaler), scaler.get_scale(), scaler.is_enabled()) == (kind, scale, enabled)
+
+
+def test_autocast_is_what_the_file_says() -> None:
+    x = torch.ones(2, 2)
+    for flat, dtype in (({}, torch.float32), ({"torch_autocast.enabled": True}, torch.bfloat16)):
+        with _translate({**BASE, **flat}).autocast("cpu"):
+            assert (x @ x).dtype == dtype
+
+
+def test_passes_of_ones_own_go_along() -> None:
+    passes = (zerofx.without("schedule"),)
+    sizes = {"zero_optimization.stage": 2, "zero_optimization.reduce_bucket_size": 8}
+    recipe = _translate({**BASE, **sizes}, passes=passes)
+    assert [as_change(each).name for each in recipe.config.passes] == ["fuse_reduces", "schedule"]

@@ -224,11 +224,13 @@ def test_an_overflow_skips_the_step_and_its_rate() -> None:
         "fp16.hysteresis": 1,
         "steps_per_print": 1,
         "wall_clock_breakdown": True,
+        "dump_state": True,
     }
     for rank, result in enumerate(run_ranks(2, _train, 3, keys)):
         assert result["taken"] == [True, True, False, True]
         assert result["rates"][2] == result["rates"][3] and result["scale"] == 2**5
         if rank == 0:
+            assert result["lines"][0].startswith("key ")
             assert "skipped=1" in result["lines"][-1] and "forward=" in result["lines"][-1]
 
 

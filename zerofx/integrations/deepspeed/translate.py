@@ -54,12 +54,13 @@ def from_deepspeed(
     ranks = _world_size() if world_size is None else world_size
     batch = _batch(settings, ranks)
     dtype = _dtype(settings)
+    itemsize = 4 if dtype is None else dtype.itemsize
     chosen = {
         "stage": settings.get("zero_optimization.stage", 0),
         "accumulate": batch.accumulation,
         "param_dtype": dtype,
         "reduce_dtype": _reduce_dtype(settings),
-        **_sizes(settings, 4 if dtype is None else dtype.itemsize),
+        **_sizes(settings, itemsize),
         **_switches(settings, ranks),
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -68,8 +69,9 @@ def from_deepspeed(
         raise ConfigError(
             f"the file sets options {', '.join(twice)} already", "change the file, or leave_out"
         )
+    passes = (*_buckets(settings, itemsize), *options.pop("passes", ()))
     return Recipe(
-        config=ZeroConfig(**{**chosen, **options}),
+        config=ZeroConfig(**chosen, **options, passes=passes),
         batch=batch,
         optimizer=optimizer_choice(settings),
         shape=shape_choice(settings),
@@ -146,20 +148,25 @@ def _named_dtype(path: str, name: str) -> torch.dtype:
     return dtype
 
 
-def _sizes(settings: Settings, itemsize: int) -> dict[str, Any]:
-    """Options made of numbers of elements."""
+def _buckets(settings: Settings, itemsize: int) -> tuple[Change, ...]:
+    """Gathers and reductions may have buckets of different sizes: each pass gets its own."""
     zero = settings.section("zero_optimization")
     gathers = zero.get("stage3_prefetch_bucket_size", zero.get("allgather_bucket_size"))
     reductions = zero.get("reduce_bucket_size")
-    live, reuse = zero.get("stage3_max_live_parameters"), zero.get("stage3_max_reuse_distance")
-    small = zero.get("stage3_param_persistence_threshold")
     changes: list[Change] = []
     if gathers is not None:
         changes.append(replace("fuse_unshards", FuseUnshards(target_bytes=gathers * itemsize)))
     if reductions is not None:
         changes.append(replace("fuse_reduces", FuseReduces(target_bytes=reductions * itemsize)))
+    return tuple(changes)
+
+
+def _sizes(settings: Settings, itemsize: int) -> dict[str, int | None]:
+    """Options made of numbers of elements."""
+    zero = settings.section("zero_optimization")
+    live, reuse = zero.get("stage3_max_live_parameters"), zero.get("stage3_max_reuse_distance")
+    small = zero.get("stage3_param_persistence_threshold")
     return {
-        "passes": tuple(changes) or None,
         "prefetch_bytes": None if live is None else live * itemsize,
         # From its last use in forward to its first in backward lies twice what comes after it.
         "memory_budget": None if reuse is None else reuse // 2 * itemsize,
@@ -170,9 +177,9 @@ def _sizes(settings: Settings, itemsize: int) -> dict[str, Any]:
 
 def _switches(settings: Settings, ranks: int) -> dict[str, Any]:
     group = settings.get("zero_optimization.mics_shard_size", -1)
-    if group > 0 and ranks % group:
+    if not isinstance(group, int) or (group > 0 and ranks % group):
         raise ConfigError(
-            f"mics_shard_size {group} does not divide {ranks} ranks", "use a divisor of the ranks"
+            f"mics_shard_size {group!r} does not divide {ranks} ranks", "use a divisor of the ranks"
         )
     overlaps = settings.get("zero_optimization.overlap_comm", True)
     return {
