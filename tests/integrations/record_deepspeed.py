@@ -168,7 +168,8 @@ def _schedule(name: str, params: dict[str, Any]) -> dict[str, Any]:
         lrs.append([group["lr"] for group in optimizer.param_groups])
         betas.append(list(optimizer.param_groups[1]["betas"]))
         schedule.step()
-    return {"type": name, "params": params, "lrs": lrs, "betas": betas}
+    cycled = {"betas": betas} if name == "OneCycle" else {}
+    return {"type": name, "params": params, "lrs": lrs, **cycled}
 
 
 def _scaler(options: dict[str, Any], steps: str) -> dict[str, Any]:

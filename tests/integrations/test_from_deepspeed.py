@@ -30,8 +30,8 @@ def _effect(recipe: Recipe) -> Recipe:
 
 
 def _sizes(recipe: Recipe) -> dict[str, int]:
-    changes = map(as_change, recipe.config.passes)
-    return {change.name: getattr(change.new, "target_bytes") for change in changes}  # noqa: B009
+    changes: Any = map(as_change, recipe.config.passes)
+    return {change.name: change.new.target_bytes for change in changes}
 
 
 def test_a_file_of_stage_2_with_comments() -> None:

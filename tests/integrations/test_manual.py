@@ -25,3 +25,5 @@ def test_the_command_prints_keys_and_files(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "batch: 48 = 8 (micro-batch) × 2 (accumulation) × 3 (ranks)" in shown
     assert "option stage: 3" in shown
+    with pytest.raises(SystemExit, match=r"optimizer\.params\.lr"):
+        main([str(ROOT / "examples" / "ds_config.json")])

@@ -49,7 +49,8 @@ def test_scales_are_recorded_ones(number: int) -> None:
     recorded = RECORDED[number]
     scaler = _scaler(recorded["options"])
     steps = _Steps(scaler)
-    for position, (step, scale) in enumerate(zip(recorded["steps"], recorded["scales"])):  # noqa: B905
+    pairs = zip(recorded["steps"], recorded["scales"], strict=False)
+    for position, (step, scale) in enumerate(pairs):
         assert steps.take(step == "x") == (step == ".")
         assert scaler.skipped == (step == "x")
         assert scaler.get_scale() == scale, position

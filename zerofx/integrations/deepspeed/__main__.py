@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from zerofx.errors import ZeroFxError
 from zerofx.integrations.deepspeed.settings import KEYS
 from zerofx.integrations.deepspeed.translate import from_deepspeed
 
@@ -36,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(key_table(), end="")
         return
     auto = {key: json.loads(value) for key, _, value in (a.partition("=") for a in args.auto)}
-    recipe = from_deepspeed(
-        args.file, auto=auto, leave_out=args.leave_out, world_size=args.world_size
-    )
-    print(recipe)
+    how = {"auto": auto, "leave_out": args.leave_out, "world_size": args.world_size}
+    try:
+        print(from_deepspeed(args.file, **how))
+    except ZeroFxError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":
