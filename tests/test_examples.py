@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -58,3 +61,14 @@ def test_own_passes_change_what_moves_and_no_number() -> None:
     lines = run_script("own_pass.py", "--steps", "2").splitlines()
     losses = [line.split()[1:3] for line in lines if line.startswith("losses")]
     assert len(losses) == 2 and losses[0] == losses[1] and lines[-1].endswith("with own passes")
+
+
+def test_a_deepspeed_file_drives_a_loop(tmp_path: Path) -> None:
+    options = ("--steps", "20", "--width", "64", "--out", str(tmp_path / "saved"))
+    printed = run_script("from_ds_config.py", *options)
+    assert "zero_optimization.contiguous_gradients" in printed and "batch: 32 = 8" in printed
+    first, last = (float(found) for found in re.findall(r"^step \d+: loss (\S+)", printed, re.M))
+    assert last < first - 0.5
+    assert len(re.findall(r"^step=[12]0, skipped=0, lr=\[", printed, re.M)) == 2
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(value.dtype == torch.bfloat16 for value in saved.values())

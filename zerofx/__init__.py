@@ -4,7 +4,16 @@ Most programs import nothing of this package: the backends `zero` and `zero0` to
 by name. Authors of passes find the vocabulary in `zerofx.passes`.
 """
 
-from zerofx.api import load_safetensors, meta_init, no_sync, refresh, shard, unshard
+from zerofx.api import (
+    GradScaler,
+    from_deepspeed,
+    load_safetensors,
+    meta_init,
+    no_sync,
+    refresh,
+    shard,
+    unshard,
+)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
@@ -12,11 +21,13 @@ from zerofx.passes.changes import after, before, replace, without
 from zerofx.passes.registry import register_pass
 
 __all__ = [
+    "GradScaler",
     "Pass",
     "ZeroConfig",
     "ZeroFxError",
     "after",
     "before",
+    "from_deepspeed",
     "load_safetensors",
     "meta_init",
     "no_sync",

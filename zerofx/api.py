@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.integrations.deepspeed.translate import from_deepspeed
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.loss_scale import GradScaler
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
@@ -26,7 +28,16 @@ from zerofx.sharding.shard import MakeValues, session_of, shard_model
 from zerofx.sharding.weights import Weights
 from zerofx.torch_private import unwrap_compiled
 
-__all__ = ["load_safetensors", "meta_init", "no_sync", "refresh", "shard", "unshard"]
+__all__ = [
+    "GradScaler",
+    "from_deepspeed",
+    "load_safetensors",
+    "meta_init",
+    "no_sync",
+    "refresh",
+    "shard",
+    "unshard",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -41,6 +41,10 @@ class UnreducedGradientError(ZeroFxError):
     """An optimizer is about to apply gradients that no rank exchanged."""
 
 
+class LossScaleError(ZeroFxError):
+    """Gradients overflow at the lowest loss scale that is allowed."""
+
+
 class StaleHandleError(ZeroFxError):
     """A parameter object from before sharding is used after it."""
 

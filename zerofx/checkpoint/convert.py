@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from zerofx.checkpoint.export import begin, split, write_index
+from zerofx.checkpoint.export import begin, cast_floats, split, write_index
 from zerofx.checkpoint.source import Source, Stored
 from zerofx.checkpoint.writer import AtomicWriter, alone, publish
 from zerofx.errors import CheckpointError
@@ -77,17 +77,17 @@ def to_safetensors(
             f"there are no tensors whose names begin with {prefix!r}",
             f"choose --prefix: names begin with {', '.join(parts)}",
         )
-    likes = {name: _cast(stored.like, dtype) for name, stored in weights.items()}
-    files = split(likes, max_shard_bytes)
+    likes = {name: stored.like for name, stored in weights.items()}
+    files = split(likes, max_shard_bytes, dtype)
     folder = Path(target).absolute()
     partial = begin(folder)
     for file, names in files.items():
         content: dict[str, Tensor] = {}
         for name in names:
             note(name)
-            content[name] = _cast(weights[name].read(), dtype).contiguous()
+            content[name] = cast_floats(weights[name].read(), dtype).contiguous()
         save_file(content, partial / file, metadata={"format": "pt"})
-    write_index(partial, files, likes)
+    write_index(partial, files, likes, dtype)
     publish(partial, folder)
 
 
@@ -111,7 +111,3 @@ def _described(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _described(value) for key, value in state.items()}
     return state.like if isinstance(state, Stored) else state
-
-
-def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -23,7 +23,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export_safetensors(
-    model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write full weights as `from_pretrained` reads them; every rank calls it, rank 0 writes.
 
@@ -35,22 +39,24 @@ def export_safetensors(
             Tied weights are written once, under their first name.
         folder: is created, on rank 0's host; one of that name is replaced.
         max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
+        dtype: of floating-point values in the files; by default that of the model. A shard is cast
+            before it is sent.
     """
     writes = not _together() or dist.get_rank() == 0
     values = _once(model)
-    files = split(values, max_shard_bytes)
+    files = split(values, max_shard_bytes, dtype)
     partial = begin(Path(folder).absolute()) if writes else None
     for file, names in files.items():
         content: dict[str, Tensor] = {}
         for name in names:
-            full = _on_first_rank(values[name])
+            full = _on_first_rank(cast_floats(values[name], dtype))
             if full is not None and partial is not None:
                 content[name] = full.cpu()
             del full
         if partial is not None:
             save_file(content, partial / file, metadata={"format": "pt"})
     if partial is not None:
-        write_index(partial, files, values)
+        write_index(partial, files, values, dtype)
         _write_config(partial, unwrap_compiled(model))
         publish(partial, Path(folder).absolute())
     if _together():
@@ -83,12 +89,12 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
-    """Names by file, in order; a file holds at most `most` bytes, or one tensor."""
+def split(values: dict[str, Tensor], most: int, dtype: torch.dtype | None) -> dict[str, list[str]]:
+    """Names by file, in order; a file holds at most `most` bytes in `dtype`, or one tensor."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, value in values.items():
-        size = _num_bytes(value)
+        size = _num_bytes(value, dtype)
         if groups[-1] and held + size > most:
             groups.append([])
             held = 0
@@ -102,13 +108,18 @@ def split(values: dict[str, Tensor], most: int) -> dict[str, list[str]]:
     }
 
 
-def _num_bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()
+def _num_bytes(value: Tensor, dtype: torch.dtype | None) -> int:
+    return value.numel() * cast_floats(torch.empty(0, dtype=value.dtype), dtype).element_size()
+
+
+def cast_floats(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`value` in `dtype`, if it has floating-point numbers and a dtype is asked for."""
+    value = value.detach()
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def _on_first_rank(value: Tensor) -> Tensor | None:
     """The full value, on rank 0; other ranks send what they hold, and allocate nothing."""
-    value = value.detach()
     if not isinstance(value, DTensor):
         return value.contiguous()
     *outer, last = value.placements
@@ -145,11 +156,16 @@ def begin(target: Path) -> Path:
     return partial
 
 
-def write_index(folder: Path, files: dict[str, list[str]], values: dict[str, Tensor]) -> None:
+def write_index(
+    folder: Path,
+    files: dict[str, list[str]],
+    values: dict[str, Tensor],
+    dtype: torch.dtype | None,
+) -> None:
     """Say which of several files holds which tensor."""
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
-        num_bytes = sum(map(_num_bytes, values.values()))
+        num_bytes = sum(_num_bytes(value, dtype) for value in values.values())
         index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

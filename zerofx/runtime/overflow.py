@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx.runtime.comm import Comm
 from zerofx.runtime.params import ParamState, local_tensor
 
 
@@ -28,7 +27,9 @@ def mixed_gradients(states: Iterable[ParamState]) -> tuple[list[Tensor], list[Te
     return whole, parts
 
 
-def share_overflow(whole: list[Tensor], parts: list[Tensor], comm: Comm) -> None:
+def share_overflow(
+    whole: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup | None
+) -> None:
     """Make the first value of replicated gradients infinite if any rank's shards hold such values.
 
     Nothing is read back to the host, and finite gradients stay as they are.
@@ -36,11 +37,11 @@ def share_overflow(whole: list[Tensor], parts: list[Tensor], comm: Comm) -> None
     Args:
         whole: gradients that all ranks hold alike.
         parts: this rank's shards.
-        comm: all ranks.
+        group: all ranks.
     """
     overflow = ~torch.stack([part.isfinite().all() for part in parts]).all()
     flag = overflow.to(torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=comm.group)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     for grad in whole:
         first = grad.view(-1)[:1]
         first.copy_(torch.where(flag > 0, torch.inf, first))

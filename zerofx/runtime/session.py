@@ -204,7 +204,7 @@ class Session:
         if whole and parts and self.world.size > 1:
             self.journal.record("all_reduce", "overflow")
             with torch.no_grad(), self._watch.explained():
-                share_overflow(whole, parts, self.world)
+                share_overflow(whole, parts, self.world.group)
 
     def _all_tagged(self) -> bool:
         """Whether ranks out of step can only hang: every collective is made of tagged messages."""

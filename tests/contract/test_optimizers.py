@@ -1,0 +1,90 @@
+"""What people do between backward and step: clip, group parameters, step inside backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from tests.contract.loops import STAGES, close, compiled, data, full, net, same, train, twin
+from tests.ranks import run_ranks
+
+
+def _clipped(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    run = compiled(model, stage)
+    for norm_type in (2.0, math.inf, 1.0):
+        norms = []
+        for forward, module in ((run, model), (ddp, ddp)):
+            forward(*data(0)).backward()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.01, norm_type=norm_type)
+            norms.append(full(norm))
+        close(*norms, f"norm {norm_type}")
+        _same_gradients(model, ddp)
+    for forward, module in ((run, model), (ddp, ddp)):
+        forward(*data(0)).backward()
+        nn.utils.clip_grad_value_(module.parameters(), 0.003)
+    largest = max(full(param.grad).abs().max().item() for param in model.parameters())
+    assert math.isclose(largest, 0.003, rel_tol=1e-6)
+    _same_gradients(model, ddp)
+
+
+def _same_gradients(model: nn.Module, ddp: Any) -> None:
+    for name, param in model.named_parameters():
+        close(full(param.grad), ddp.module.get_parameter(name).grad, name)
+    model.zero_grad()
+    ddp.zero_grad()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_by_norm_and_by_value(stage: int) -> None:
+    run_ranks(2, _clipped, stage)
+
+
+def _grouped(stage: int) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        decayed = [param for param in model.parameters() if param.ndim > 1]
+        plain = [param for param in model.parameters() if param.ndim == 1]
+        return [{"params": decayed, "weight_decay": 0.5}, {"params": plain, "lr": 0.002}]
+
+    model, ddp = net(), twin(net())
+    early = AdamW(groups(model), lr=0.05, eps=1e-3, weight_decay=0.0)
+    train(compiled(model, stage), early, 3)
+    train(ddp, AdamW(groups(ddp), lr=0.05, eps=1e-3, weight_decay=0.0), 3)
+    same(model, ddp)
+    assert [group["lr"] for group in early.param_groups] == [0.05, 0.002]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameter_groups(stage: int) -> None:
+    run_ranks(2, _grouped, stage)
+
+
+def _inside_backward(stage: int) -> None:
+    """Each parameter is updated, and its gradient freed, as soon as that is there."""
+    model, ddp = net(), twin(net())
+    run = compiled(model, stage)
+    with torch.no_grad():
+        run(*data(0))  # shards the model
+    for param in model.parameters():
+        optimizer = SGD([param], lr=0.1, momentum=0.9)
+
+        def step(param: torch.Tensor, optimizer: SGD = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        run(*data(number)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    train(ddp, SGD(ddp.parameters(), lr=0.1, momentum=0.9), 3)
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_in_backward(stage: int) -> None:
+    run_ranks(2, _inside_backward, stage)

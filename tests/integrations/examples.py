@@ -1,0 +1,111 @@
+"""For every honoured key two values that must not mean the same, in a file that lets it speak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Pair = tuple[dict[str, Any], Any, Any]
+
+BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
+_ADAM = {**BASE, "optimizer.type": "AdamW"}
+_SGD = {**BASE, "optimizer.type": "SGD"}
+_STAGE_2 = {**BASE, "zero_optimization.stage": 2}
+_STAGE_3 = {**BASE, "zero_optimization.stage": 3}
+_FP16 = {**BASE, "fp16.enabled": True}
+_AUTOCAST = {**BASE, "torch_autocast.enabled": True}
+_WARMUP = {**BASE, "scheduler.type": "WarmupLR"}
+_DECAY = {**BASE, "scheduler.type": "WarmupDecayLR", "scheduler.params.total_num_steps": 9}
+_COSINE = {**_DECAY, "scheduler.type": "WarmupCosineLR"}
+_RANGE = {**BASE, "scheduler.type": "LRRangeTest"}
+_CYCLE = {
+    **BASE,
+    "scheduler.type": "OneCycle",
+    "scheduler.params.cycle_min_lr": 0.1,
+    "scheduler.params.cycle_max_lr": 0.3,
+}
+
+HONOURED: dict[str, Pair] = {
+    "train_batch_size": ({}, 4, 8),
+    "train_micro_batch_size_per_gpu": ({}, 4, 8),
+    "gradient_accumulation_steps": (BASE, 1, 3),
+    "optimizer.type": (BASE, "AdamW", "SGD"),
+    "optimizer.params.lr": (_ADAM, 0.1, 0.2),
+    "optimizer.params.betas": (_ADAM, [0.9, 0.9], [0.8, 0.9]),
+    "optimizer.params.eps": (_ADAM, 1e-8, 1e-7),
+    "optimizer.params.weight_decay": (_ADAM, 0.1, 0.2),
+    "optimizer.params.momentum": (_SGD, 0.1, 0.2),
+    "optimizer.params.dampening": (_SGD, 0.1, 0.2),
+    "optimizer.params.nesterov": (_SGD, False, True),
+    "optimizer.params.amsgrad": (_ADAM, False, True),
+    "optimizer.params.maximize": (_ADAM, False, True),
+    "optimizer.params.foreach": (_ADAM, False, True),
+    "optimizer.params.fused": (_ADAM, False, True),
+    "optimizer.params.capturable": (_ADAM, False, True),
+    "optimizer.params.adam_w_mode": ({**BASE, "optimizer.type": "Adam"}, False, True),
+    "optimizer.params.torch_adam": (_ADAM, False, True),
+    "scheduler.type": (BASE, "WarmupLR", "LRRangeTest"),
+    "scheduler.params.warmup_min_lr": (_WARMUP, 0.1, 0.2),
+    "scheduler.params.warmup_max_lr": (_WARMUP, 0.1, [0.1, 0.2]),
+    "scheduler.params.warmup_num_steps": (_WARMUP, 10, 20),
+    "scheduler.params.warmup_type": (_WARMUP, "log", "linear"),
+    "scheduler.params.total_num_steps": (_DECAY, 10, 20),
+    "scheduler.params.warmup_min_ratio": (_COSINE, 0.1, 0.2),
+    "scheduler.params.cos_min_ratio": (_COSINE, 0.1, 0.2),
+    "scheduler.params.cycle_min_lr": (_CYCLE, 0.1, 0.2),
+    "scheduler.params.cycle_max_lr": (_CYCLE, 0.1, 0.2),
+    "scheduler.params.decay_lr_rate": (_CYCLE, 0.1, 0.2),
+    "scheduler.params.cycle_first_step_size": (_CYCLE, 10, 20),
+    "scheduler.params.cycle_second_step_size": (_CYCLE, 10, 20),
+    "scheduler.params.cycle_first_stair_count": (_CYCLE, 1, 2),
+    "scheduler.params.cycle_second_stair_count": (_CYCLE, 1, 2),
+    "scheduler.params.decay_step_size": (_CYCLE, 1, 2),
+    "scheduler.params.cycle_momentum": (_CYCLE, True, False),
+    "scheduler.params.cycle_min_mom": (_CYCLE, 0.1, 0.2),
+    "scheduler.params.cycle_max_mom": (_CYCLE, 0.1, 0.2),
+    "scheduler.params.decay_mom_rate": (_CYCLE, 0.1, 0.2),
+    "scheduler.params.lr_range_test_min_lr": (_RANGE, 0.1, 0.2),
+    "scheduler.params.lr_range_test_step_size": (_RANGE, 1, 2),
+    "scheduler.params.lr_range_test_step_rate": (_RANGE, 0.1, 0.2),
+    "scheduler.params.lr_range_test_staircase": (_RANGE, True, False),
+    "fp16.enabled": (BASE, False, True),
+    "fp16.auto_cast": (_FP16, False, True),
+    "fp16.loss_scale": (_FP16, 0, 128.0),
+    "fp16.initial_scale_power": (_FP16, 8, 16),
+    "fp16.loss_scale_window": (_FP16, 8, 16),
+    "fp16.hysteresis": (_FP16, 1, 2),
+    "fp16.min_loss_scale": (_FP16, 1, 2),
+    "fp16.consecutive_hysteresis": (_FP16, True, False),
+    "bf16.enabled": (BASE, False, True),
+    "bf16.check_grad_overflow": ({**BASE, "bf16.enabled": True}, False, True),
+    "torch_autocast.enabled": (BASE, False, True),
+    "torch_autocast.dtype": (_AUTOCAST, "bfloat16", "float16"),
+    "communication_data_type": (_FP16, "fp16", "fp32"),
+    "data_types.grad_accum_dtype": (_FP16, "fp16", "fp32"),
+    "gradient_clipping": (BASE, 0.0, 0.5),
+    "steps_per_print": (BASE, 1, 10),
+    "wall_clock_breakdown": (BASE, False, True),
+    "dump_state": (BASE, False, True),
+    "zero_optimization.stage": (BASE, 1, 2),
+    "zero_optimization.overlap_comm": (_STAGE_3, False, True),
+    "zero_optimization.reduce_bucket_size": (_STAGE_2, 1e6, 1e7),
+    "zero_optimization.allgather_bucket_size": (_STAGE_2, 1e6, 1e7),
+    "zero_optimization.stage3_prefetch_bucket_size": (_STAGE_3, 1e6, 1e7),
+    "zero_optimization.stage3_max_live_parameters": (_STAGE_3, 1e6, 1e7),
+    "zero_optimization.stage3_max_reuse_distance": (_STAGE_3, 1e6, 1e7),
+    "zero_optimization.stage3_param_persistence_threshold": (_STAGE_3, 1e3, 1e4),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (_STAGE_3, False, True),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (_STAGE_3, False, True),
+    "zero_optimization.mics_shard_size": (_STAGE_3, 2, 4),
+}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file."""
+    content: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return content

@@ -1,0 +1,134 @@
+"""Scales are those of DeepSpeed's scaler, step by step, and all ranks skip together."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerofx
+from tests.hard.pair import full
+from tests.integrations.record_deepspeed import RECORD, SCALER_DEFAULTS
+from tests.ranks import run_ranks
+from zerofx.errors import ConfigError, LossScaleError
+from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+
+RECORDED = json.loads(RECORD.read_text())["scalers"]
+_NAMES = {"scale_window": "window", "delayed_shift": "hysteresis"}
+
+
+def _scaler(options: dict[str, Any]) -> GradScaler:
+    named = {_NAMES.get(key, key): value for key, value in {**SCALER_DEFAULTS, **options}.items()}
+    return GradScaler("cpu", **named)
+
+
+class _Steps:
+    """One parameter, whose gradient is 1 or overflows."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.param = nn.Parameter(torch.zeros(()))
+        self.optimizer = torch.optim.SGD([self.param], lr=1.0)
+        self.scaler = scaler
+
+    def take(self, overflows: bool) -> bool:
+        """Whether the parameter moved."""
+        before = self.param.item()
+        self.scaler.scale(self.param * (torch.inf if overflows else 1.0)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return self.param.item() != before
+
+
+@pytest.mark.parametrize("number", range(len(RECORDED)))
+def test_scales_are_recorded_ones(number: int) -> None:
+    recorded = RECORDED[number]
+    scaler = _scaler(recorded["options"])
+    steps = _Steps(scaler)
+    pairs = zip(recorded["steps"], recorded["scales"], strict=False)
+    for position, (step, scale) in enumerate(pairs):
+        assert steps.take(step == "x") == (step == ".")
+        assert scaler.skipped == (step == "x")
+        assert scaler.get_scale() == scale, position
+    if len(recorded["scales"]) < len(recorded["steps"]):
+        with pytest.raises(LossScaleError, match="lowest loss scale"):
+            steps.take(True)
+
+
+def test_a_scaler_goes_on_where_it_was_saved() -> None:
+    recorded = RECORDED[2]
+    steps = _Steps(_scaler(recorded["options"]))
+    for step in recorded["steps"][:11]:
+        steps.take(step == "x")
+    resumed = _scaler(recorded["options"])
+    resumed.load_state_dict(steps.scaler.state_dict())
+    copied = pickle.loads(pickle.dumps(steps.scaler))
+    for other in (resumed, copied):
+        follow = _Steps(other)
+        for step, scale in zip(recorded["steps"][11:], recorded["scales"][11:], strict=True):
+            follow.take(step == "x")
+            assert other.get_scale() == scale
+
+
+def test_a_scale_stays_finite_and_fixed_ones_stay() -> None:
+    growing = _Steps(GradScaler("cpu", 2.0**127, window=1))
+    fixed = _Steps(FixedScaler("cpu", 8.0))
+    for _ in range(3):
+        growing.take(False)
+        assert not fixed.take(True) and fixed.take(False)
+    assert growing.scaler.get_scale() == 2.0**127 and fixed.scaler.get_scale() == 8.0
+
+
+def test_without_being_enabled_it_does_nothing() -> None:
+    steps = _Steps(GradScaler("cpu", enabled=False))
+    assert steps.take(False) and steps.scaler.get_scale() == 1.0
+    assert steps.scaler.state_dict() == {}
+
+
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"hysteresis": 0}, {"min_scale": 2.0**17}])
+def test_arguments_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        GradScaler("cpu", **wrong)
+
+
+class _Mixed(nn.Module):
+    """A replicated parameter, which is never infinite, comes before a sharded one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(2))
+        self.large = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        return self.small.sum() + (self.large.float() * weights).sum()
+
+
+def _overflow_of_one_rank(row: int) -> tuple[list[float], list[bool]]:
+    model = _Mixed()
+    config = zerofx.ZeroConfig(
+        inner="eager", min_shard_numel=8, param_dtype=torch.bfloat16, cast_forward_inputs=False
+    )
+    zerofx.shard(model, config)
+    run: Any = torch.compile(model, backend="zero3", options={"config": config})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler, skipped = FixedScaler("cpu"), []
+    for bad in (False, True):
+        weights = torch.ones(8, 4)
+        if bad:
+            weights[row] = torch.inf
+        scaler.scale(run(weights)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(scaler.skipped)
+    return [full(p).sum().item() for p in model.parameters()], skipped
+
+
+@pytest.mark.parametrize("row", [0, 7])
+def test_an_overflow_in_bf16_on_one_rank_makes_all_skip(row: int) -> None:
+    for sums, skipped in run_ranks(2, _overflow_of_one_rank, row):
+        assert sums == [0.0, 0.0] and skipped == [False, True]

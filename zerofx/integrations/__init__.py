@@ -1,0 +1,1 @@
+"""zerofx for programs that were written for other libraries. Packages: deepspeed."""

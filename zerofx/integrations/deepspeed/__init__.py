@@ -1,0 +1,12 @@
+"""`ds_config.json` read, understood and put to work.
+
+In the order in which data flows: read (a file to flat keys), key, training_keys and zero_keys (what
+is known about each), settings (what a file asks for), schedules, choices and translate (what that
+is in zerofx), report and recipe (what one trains with). `__main__` shows a
+file, or all keys.
+"""
+
+from zerofx.integrations.deepspeed.recipe import Recipe
+from zerofx.integrations.deepspeed.translate import from_deepspeed
+
+__all__ = ["Recipe", "from_deepspeed"]

@@ -1,0 +1,106 @@
+"""The optimizer and the schedule that a file names, checked before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+
+from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.integrations.deepspeed.schedules import SHAPES, Shape
+from zerofx.integrations.deepspeed.settings import Settings
+
+_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+_NOT_FOR_TORCH = ("adam_w_mode", "torch_adam", "set_grad_none", "fp32_optimizer_states")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerChoice:
+    """A class of torch and what it is built with."""
+
+    cls: type[torch.optim.Optimizer]
+    params: dict[str, Any]
+
+
+def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
+    """The optimizer of the file, if it names one.
+
+    Raises:
+        UnsupportedError: a 1-bit optimizer, or one that only DeepSpeed has.
+        ConfigError: parameters that the optimizer does not have.
+    """
+    name = settings.get("optimizer.type")
+    if name is None:
+        return None
+    given = settings.section("optimizer.params")
+    params = {key: value for key, value in given.items() if key not in _NOT_FOR_TORCH}
+    adam_w = given.get("adam_w_mode", True) or name.lower() == "adamw"
+    classes: dict[str, type[torch.optim.Optimizer]] = {
+        "adam": torch.optim.AdamW if adam_w else torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+    }
+    cls = classes.get(name.lower())
+    if cls is None:
+        one_bit = name.lower() in _ONE_BIT
+        why = "1-bit optimizers do not go with ZeRO" if one_bit else "zerofx brings no optimizers"
+        raise UnsupportedError(
+            f"optimizer.type is {name!r}: {why}",
+            'name Adam, AdamW or SGD, or pass leave_out=["optimizer"] and build your own',
+        )
+    if cls is torch.optim.AdamW and not given.get("torch_adam", False):
+        params = {"weight_decay": 0.0, **params}
+    known = inspect.signature(cls).parameters
+    unknown = [key for key in params if key not in known]
+    if unknown:
+        raise ConfigError(f"torch's {cls.__name__} has no such parameters", "drop them", unknown)
+    return OptimizerChoice(cls, params)
+
+
+def shape_choice(settings: Settings) -> Shape | None:
+    """The schedule of the file, if it names one.
+
+    Raises:
+        ConfigError: no such schedule, or parameters that it does not have, lacks or cannot use.
+    """
+    name = settings.get("scheduler.type")
+    if name is None:
+        return None
+    shape = SHAPES.get(name)
+    if shape is None:
+        raise ConfigError(f"scheduler.type is {name!r}", f"use one of {', '.join(SHAPES)}")
+    params = settings.section("scheduler.params")
+    wanted = inspect.signature(shape).parameters
+    unknown = [key for key in params if key not in wanted]
+    absent = [
+        key
+        for key, each in wanted.items()
+        if each.default is inspect.Parameter.empty and key not in params
+    ]
+    if unknown or absent:
+        raise ConfigError(
+            f"scheduler.params do not fit {name}",
+            f"it has {', '.join(wanted)}",
+            [*(f"{key}: not of {name}" for key in unknown), *(f"{key}: absent" for key in absent)],
+        )
+    _check_params(params)
+    return shape(**params)
+
+
+def _check_params(params: dict[str, Any]) -> None:
+    positive = (
+        "warmup_num_steps",
+        "total_num_steps",
+        "cycle_first_step_size",
+        "lr_range_test_step_size",
+    )
+    for key in positive:
+        value = params.get(key, 1)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"scheduler.params.{key} is {value!r}", "use a positive number")
+    if params.get("warmup_type", "log") not in ("log", "linear"):
+        raise ConfigError(
+            f"scheduler.params.warmup_type is {params['warmup_type']!r}", 'use "log" or "linear"'
+        )

@@ -1,0 +1,218 @@
+"""What a `ds_config.json` asks for, ready to train with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zerofx.checkpoint.export import export_safetensors
+from zerofx.config import ZeroConfig
+from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.choices import OptimizerChoice
+from zerofx.integrations.deepspeed.report import StepReport
+from zerofx.integrations.deepspeed.schedules import Schedule, Shape
+from zerofx.integrations.deepspeed.settings import Row
+from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples: `train` per optimizer step over all ranks, `micro` per rank and backward."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """How losses are scaled; see `zerofx.GradScaler`. A scale that is not dynamic stays."""
+
+    enabled: bool
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What `zerofx.from_deepspeed` returns; `print` shows how every key was understood.
+
+    Attributes:
+        config: for `zerofx.shard`.
+        batch: sizes, which multiply.
+        optimizer: class and parameters, if the file names an optimizer.
+        shape: the schedule, if the file names one.
+        scaling: how losses are scaled.
+        autocast_dtype: of `torch_autocast`, if that is enabled.
+        gradient_clipping: largest norm of gradients; 0: they are not clipped.
+        steps_per_print: steps between two lines of a report; 0: no lines.
+        wall_clock_breakdown: whether a report has times.
+        dump_state: whether a report begins with the table.
+        gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
+        rows: how each key of the file was understood.
+    """
+
+    config: ZeroConfig
+    batch: Batch
+    optimizer: OptimizerChoice | None
+    shape: Shape | None
+    scaling: Scaling
+    autocast_dtype: torch.dtype | None
+    gradient_clipping: float
+    steps_per_print: int
+    wall_clock_breakdown: bool
+    dump_state: bool
+    gathers_on_save: bool
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        table = Table("key", "given", "taken as", "meaning", box=None, pad_edge=False)
+        for row in self.rows:
+            table.add_row(row.key, str(row.given), row.taken, row.meaning.replace("`", ""))
+        text = io.StringIO()
+        Console(file=text, width=160, markup=False, highlight=False).print(table)
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        batch = self.batch
+        ranks = batch.train // (batch.micro * batch.accumulation)
+        sizes = (
+            f"{batch.micro} (micro-batch) × {batch.accumulation} (accumulation) × {ranks} (ranks)"
+        )
+        return "\n".join([*lines, "", f"batch: {batch.train} = {sizes}", *self._options()])
+
+    def _options(self) -> list[str]:
+        plain = ZeroConfig()
+        given = {
+            field.name: getattr(self.config, field.name) for field in dataclasses.fields(plain)
+        }
+        shown = {name: value for name, value in given.items() if value != getattr(plain, name)}
+        shown = {"stage": self.config.stage, **shown}
+        shown["passes"] = [getattr(each, "new", each) for each in self.config.passes]
+        return [f"option {name}: {value}" for name, value in shown.items() if value != []]
+
+    @property
+    def backend(self) -> str:
+        """The name for `torch.compile`, such as `zero3`."""
+        return f"zero{self.config.stage}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options for `torch.compile`."""
+        return {"config": self.config}
+
+    def make_optimizer(self, params: Iterable[Any]) -> Optimizer:
+        """Build the optimizer over parameters, or groups of them.
+
+        Raises:
+            ConfigError: the file names none.
+        """
+        if self.optimizer is None:
+            raise ConfigError("the file names no optimizer", "build your own, or name one")
+        return self.optimizer.cls(params, **self.optimizer.params)
+
+    def make_scheduler(self, optimizer: Optimizer) -> Schedule | None:
+        """Build the schedule; `None` if the file names none.
+
+        Raises:
+            ConfigError: the schedule does not suit the optimizer.
+        """
+        return None if self.shape is None else Schedule(optimizer, self.shape)
+
+    def make_scaler(self, device: str | None = None) -> FixedScaler:
+        """Build the loss scaler; it does nothing in fp32.
+
+        Args:
+            device: type of the loss's device; by default `cuda` if there is one, else `cpu`.
+        """
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        scaling = self.scaling
+        if not scaling.dynamic:
+            return FixedScaler(device, scaling.scale, enabled=scaling.enabled)
+        return GradScaler(
+            device,
+            scaling.scale,
+            window=scaling.window,
+            hysteresis=scaling.hysteresis,
+            consecutive_hysteresis=scaling.consecutive_hysteresis,
+            min_scale=scaling.min_scale,
+        )
+
+    def autocast(self, device: str | None = None) -> contextlib.AbstractContextManager[Any]:
+        """What to run the forward in: autocast if the file enables it, else nothing.
+
+        Args:
+            device: as in `make_scaler`.
+        """
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.autocast(device, dtype=self.autocast_dtype)
+
+    def make_report(
+        self,
+        optimizer: Optimizer,
+        scaler: FixedScaler,
+        write: Callable[[str], None] = print,
+    ) -> StepReport:
+        """Build what prints as `steps_per_print` and `wall_clock_breakdown` ask."""
+        report = StepReport(
+            optimizer,
+            scaler,
+            every=self.steps_per_print,
+            timed=self.wall_clock_breakdown,
+            write=write,
+        )
+        if self.dump_state:
+            report.write(str(self))
+        return report
+
+    def backward(self, loss: Tensor, scaler: FixedScaler) -> None:
+        """Backward of a micro-batch: its share of the mean, scaled."""
+        scaler.scale(loss / self.batch.accumulation).backward()
+
+    def step(
+        self, optimizer: Optimizer, scaler: FixedScaler, scheduler: Schedule | None = None
+    ) -> bool:
+        """Unscale, clip, step and clear; after the last backward of an accumulation.
+
+        As in DeepSpeed the schedule waits while steps are skipped.
+
+        Returns:
+            Whether the step was taken; on all ranks alike.
+        """
+        scaler.unscale_(optimizer)
+        if self.gradient_clipping > 0:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            nn.utils.clip_grad_norm_(params, self.gradient_clipping)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if scheduler is not None and not scaler.skipped:
+            scheduler.step()
+        return not scaler.skipped
+
+    def save_model(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
+        """Write full weights in the dtype of computation; see `export_safetensors`.
+
+        Raises:
+            ConfigError: at stage 3, the file does not allow to gather them.
+        """
+        if self.config.stage == 3 and not self.gathers_on_save:
+            raise ConfigError(
+                "stage3_gather_16bit_weights_on_model_save is not set, so weights stay sharded",
+                "set it, or save shards with zerofx.checkpoint.save",
+            )
+        export_safetensors(model, folder, dtype=self.config.param_dtype)

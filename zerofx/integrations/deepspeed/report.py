@@ -1,0 +1,80 @@
+"""What DeepSpeed prints while it trains: a line every few steps, and where time went."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+
+
+class StepReport:
+    """Lines of `steps_per_print`, with times if `wall_clock_breakdown` asks for them.
+
+    Args:
+        optimizer: whose learning rates are shown.
+        scaler: which knows of skipped steps.
+        every: steps between two lines; 0: none, or one each step if times are asked for.
+        timed: whether to take times. Devices are waited for then, which slows training down.
+        write: where rank 0's lines go.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: FixedScaler,
+        *,
+        every: int = 0,
+        timed: bool = False,
+        write: Callable[[str], None] = print,
+    ) -> None:
+        self._optimizer, self._scaler = optimizer, scaler
+        self._every = every or int(timed)
+        self._timed = timed
+        self._write_line = write
+        self._seconds: dict[str, float] = {}
+        self._steps = self._skipped = 0
+
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time inside to a part of the step, such as "forward"."""
+        if not self._timed:
+            yield
+            return
+        start = _now()
+        yield
+        self._seconds[part] = self._seconds.get(part, 0.0) + _now() - start
+
+    def step(self) -> None:
+        """An optimizer step was taken, or skipped."""
+        self._steps += 1
+        self._skipped += self._scaler.skipped
+        if self._every and self._steps % self._every == 0:
+            self.write(self._line())
+            self._seconds.clear()
+
+    def write(self, text: str) -> None:
+        """Show text, on rank 0."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._write_line(text)
+
+    def _line(self) -> str:
+        rates = ", ".join(f"{group['lr']:.6g}" for group in self._optimizer.param_groups)
+        parts = [f"step={self._steps}", f"skipped={self._skipped}", f"lr=[{rates}]"]
+        if isinstance(self._scaler, GradScaler):
+            parts.append(f"scale={self._scaler.get_scale():g}")
+        parts += [
+            f"{part}={1000 * spent / self._every:.2f} ms" for part, spent in self._seconds.items()
+        ]
+        return ", ".join(parts)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

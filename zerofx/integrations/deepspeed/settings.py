@@ -1,0 +1,200 @@
+"""Which keys are there, what "auto" means in each, and which of them nobody can serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.integrations.deepspeed.key import Key, Type
+from zerofx.integrations.deepspeed.read import flatten
+from zerofx.integrations.deepspeed.training_keys import TRAINING_KEYS
+from zerofx.integrations.deepspeed.zero_keys import ZERO_KEYS
+
+KEYS: dict[str, Key] = {key.path: key for key in (*TRAINING_KEYS, *ZERO_KEYS)}
+_SECTIONS = {path.rpartition(".")[0] for path in KEYS if "." in path}  # what may only be an object
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How one key was understood.
+
+    Attributes:
+        key: its path.
+        given: the value in the file.
+        taken: what that came to.
+        meaning: what follows from it.
+    """
+
+    key: str
+    given: Any
+    taken: str
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a file asks for.
+
+    Attributes:
+        values: by path; without keys that are off, left out, or "auto" without a value.
+        rows: all keys of the file, in its order.
+    """
+
+    values: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value of a key, or what DeepSpeed takes without it."""
+        return self.values.get(path, default)
+
+    def section(self, prefix: str) -> dict[str, Any]:
+        """All values below `prefix`, by their own names."""
+        start = f"{prefix}."
+        return {k.removeprefix(start): v for k, v in self.values.items() if k.startswith(start)}
+
+
+def understand(
+    content: Mapping[str, Any], auto: Mapping[str, Any], leave_out: Collection[str]
+) -> Settings:
+    """Check every key, and say what it comes to.
+
+    Raises:
+        ConfigError: keys are unknown, values have a wrong type, or "auto" is not explained.
+        UnsupportedError: the file asks for what zerofx does not have.
+    """
+    flat = flatten(_renamed(content), KEYS)
+    _check_known(flat, auto, leave_out)
+    used = {path: value for path, value in flat.items() if not _below(path, leave_out)}
+    _check_served(used)
+    filled = _fill(used, auto)
+    values, rows = {}, []
+    for path, given in flat.items():
+        key = KEYS.get(path)
+        if key is None or path not in used:
+            rows.append(Row(path, given, "left out", "as the caller asks"))
+            continue
+        idle = _idle(key, filled)
+        if not idle:
+            values[path] = _typed(key, filled[path])
+        rows.append(Row(path, given, idle or _taken(key, values[path]), key.meaning))
+    return Settings(values, tuple(rows))
+
+
+def _idle(key: Key, filled: Mapping[str, Any]) -> str:
+    """Why a key sets nothing in this file; empty if it does."""
+    switch = f"{key.path.rpartition('.')[0]}.enabled"
+    if key.kind in ("missing", "refused"):
+        return "off"
+    if key.path not in filled:
+        return "by default"
+    if key.stages and filled.get("zero_optimization.stage", 0) not in key.stages:
+        return "not at this stage"
+    if key.path != switch and switch in KEYS and filled.get(switch) is not True:
+        return "off"
+    return ""
+
+
+def _taken(key: Key, value: Any) -> str:
+    if key.kind == "always":
+        return "always so"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's older name of a section."""
+    return {"bf16" if name == "bfloat16" else name: value for name, value in content.items()}
+
+
+def _below(path: str, names: Collection[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _check_known(
+    flat: Mapping[str, Any], auto: Mapping[str, Any], leave_out: Collection[str]
+) -> None:
+    unknown = [path for path in flat if path not in KEYS and not _below(path, leave_out)]
+    if unknown:
+        raise ConfigError(
+            "DeepSpeed has no such keys",
+            "correct them, or pass leave_out=[…] to read the rest",
+            [_with_nearest(path) for path in unknown],
+        )
+    for argument, names in (("auto", auto), ("leave_out", leave_out)):
+        stray = [name for name in names if not any(_below(path, [name]) for path in flat)]
+        if stray:
+            raise ConfigError(
+                f"{argument} names keys that the file does not have",
+                "use paths with dots, as in zero_optimization.stage",
+                [_with_nearest(name) for name in stray],
+            )
+
+
+def _with_nearest(path: str) -> str:
+    if path in _SECTIONS:
+        return f"{path}: an object is expected here"
+    near = difflib.get_close_matches(path, KEYS, n=1)
+    return f"{path}: did you mean {near[0]}?" if near else path
+
+
+def _check_served(used: Mapping[str, Any]) -> None:
+    asked = [
+        KEYS[path]
+        for path, value in used.items()
+        if KEYS[path].kind in ("missing", "refused") and not _is_off(KEYS[path], value)
+    ]
+    if asked:
+        raise UnsupportedError(
+            "the file asks for what zerofx does not have",
+            f"train without it: pass leave_out={[key.path for key in asked]}",
+            [f"{key.path}: {key.meaning}" for key in asked],
+        )
+
+
+def _is_off(key: Key, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        if "enabled" in value or "device" in value:
+            return value.get("enabled") is False or value.get("device") in ("none", None, "auto")
+        return not any(value.values())
+    if key.off:
+        return value is None or any(value == off and type(value) is type(off) for off in key.off)
+    return not value or value in ("none", "auto")
+
+
+def _fill(used: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with "auto" replaced, or left away where there is a default."""
+    against = [
+        f"{path}: {used[path]!r} in the file, {value!r} in auto"
+        for path, value in auto.items()
+        if path in used and used[path] not in ("auto", value)
+    ]
+    if against:
+        raise ConfigError("auto contradicts the file", "correct one of them", against)
+    filled = {path: auto.get(path, value) for path, value in used.items()}
+    open_keys = [path for path, value in filled.items() if value == "auto" and KEYS[path].needed]
+    if open_keys:
+        raise ConfigError(
+            'the file says "auto" where only you know the value',
+            f"pass auto={{{', '.join(f'{path!r}: …' for path in open_keys)}}}",
+            open_keys,
+        )
+    return {path: value for path, value in filled.items() if value not in ("auto", None)}
+
+
+def _typed(key: Key, value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    good: dict[Type, Callable[[], bool]] = {
+        "bool": lambda: isinstance(value, bool),
+        "count": lambda: number and value >= 0 and value == int(value),
+        "number": lambda: number and value >= 0,
+        "text": lambda: isinstance(value, str),
+        "any": lambda: True,
+    }
+    if not good[key.type]():
+        wanted = {"count": "a whole number of at least 0", "number": "a number of at least 0"}
+        raise ConfigError(
+            f"{key.path} is {value!r}", f"write {wanted.get(key.type, f'a {key.type}')}"
+        )
+    return int(value) if key.type == "count" else value

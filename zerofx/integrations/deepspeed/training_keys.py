@@ -1,0 +1,193 @@
+"""Keys about training: batch, optimizer, schedule, precision and reports."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerofx.integrations.deepspeed.key import Key, keys
+from zerofx.integrations.deepspeed.schedules import SHAPES
+
+_BATCH = [
+    *keys(
+        "honoured",
+        "",
+        [
+            (
+                "train_batch_size",
+                "`train_batch_size` = micro-batch × accumulation × ranks, checked",
+            ),
+            ("train_micro_batch_size_per_gpu", "`micro_batch_size`: samples of one backward"),
+            ("gradient_accumulation_steps", "`accumulation`, and option `accumulate`"),
+        ],
+        "count",
+    ),
+    *keys("always", "", [("managed_gradient_accumulation", "the loop is yours")], "bool"),
+    *keys("missing", "", [("dataloader_drop_last", "the data loader is yours")], "bool"),
+]
+
+_OPTIMIZER = [
+    Key(
+        "optimizer.type",
+        "honoured",
+        "`make_optimizer`: torch's Adam, AdamW or SGD; Adam means AdamW, as in DeepSpeed",
+        "text",
+    ),
+    Key("optimizer.params.lr", "honoured", "by default 0.001", "number", needed=True),
+    *keys(
+        "honoured",
+        "optimizer.params",
+        [
+            ("betas", "of Adam and AdamW"),
+            ("eps", "of Adam and AdamW"),
+            ("weight_decay", "by default 0, also for AdamW, unless `torch_adam` is set"),
+            ("momentum", "of SGD"),
+            ("dampening", "of SGD"),
+            ("nesterov", "of SGD"),
+            ("amsgrad", "of Adam and AdamW"),
+            ("maximize", "passed to torch"),
+            ("foreach", "passed to torch"),
+            ("fused", "passed to torch"),
+            ("capturable", "passed to torch"),
+            ("adam_w_mode", "false: Adam adds weight decay to gradients"),
+            ("torch_adam", "true: defaults are those of torch's class"),
+        ],
+    ),
+    *keys("always", "optimizer.params", [("set_grad_none", "gradients are freed by `zero_grad`")]),
+    *keys("always", "optimizer.params", [("fp32_optimizer_states", "they are")], "bool"),
+    *keys("missing", "optimizer.params", [("bias_correction", "torch corrects")], off=(True,)),
+    *keys("refused", "optimizer.params", [("max_grad_norm", "say `gradient_clipping`")]),
+    *keys("always", "optimizer", [("legacy_fusion", "torch's optimizers are used")], "bool"),
+    *keys(
+        "always",
+        "",
+        [
+            ("zero_allow_untested_optimizer", "any optimizer steps on shards"),
+            ("zero_force_ds_cpu_optimizer", "torch's optimizers are used"),
+        ],
+        "bool",
+    ),
+]
+
+
+def _schedule_keys() -> list[Key]:
+    owners: dict[str, list[str]] = {}
+    for name, shape in SHAPES.items():
+        for field in dataclasses.fields(shape):  # pyright: ignore[reportArgumentType]
+            owners.setdefault(field.name, []).append(name)
+    needed = ("total_num_steps", "warmup_num_steps", "warmup_max_lr")
+    return [
+        Key(
+            f"scheduler.params.{name}",
+            "honoured",
+            f"of {', '.join(shapes)}",
+            needed=name in needed,
+        )
+        for name, shapes in owners.items()
+    ]
+
+
+_SCHEDULER = [
+    Key("scheduler.type", "honoured", f"`make_scheduler`: {', '.join(SHAPES)}", "text"),
+    *_schedule_keys(),
+    Key(
+        "scheduler.params.last_batch_iteration",
+        "missing",
+        "resume with the scheduler's `load_state_dict`",
+        off=(-1,),
+    ),
+]
+
+_PRECISION = [
+    Key("fp16.enabled", "honoured", "option `param_dtype`; `make_scaler`", "bool", needed=True),
+    Key("fp16.auto_cast", "honoured", "option `cast_forward_inputs`", "bool"),
+    Key(
+        "fp16.loss_scale",
+        "honoured",
+        "a scale that stays; 0: one that moves as the next keys say",
+        "number",
+    ),
+    *keys(
+        "honoured",
+        "fp16",
+        [
+            ("initial_scale_power", "the scale begins at two to this power"),
+            ("loss_scale_window", "clean steps until it doubles"),
+            ("hysteresis", "overflows until it is halved"),
+            ("min_loss_scale", "an overflow at this scale is an error"),
+        ],
+        "count",
+    ),
+    Key("fp16.consecutive_hysteresis", "honoured", "a clean step forgives overflows", "bool"),
+    Key("bf16.enabled", "honoured", "option `param_dtype`", "bool", needed=True),
+    Key("bf16.check_grad_overflow", "honoured", "`make_scaler`: skips; true by default", "bool"),
+    Key("bf16.immediate_grad_update", "always", "a gradient is added when it is there", "bool"),
+    *keys(
+        "missing",
+        "",
+        [
+            ("fp16.fp16_master_weights_and_grads", "master weights keep the model's dtype"),
+            ("bf16.bf16_master_weights_and_grads", "master weights keep the model's dtype"),
+            ("bf16.bf16_optimizer_states", "states have their parameter's dtype"),
+        ],
+        "bool",
+    ),
+    Key("torch_autocast.enabled", "honoured", "`autocast`", "bool"),
+    Key("torch_autocast.dtype", "honoured", "`autocast`", "text"),
+    Key(
+        "torch_autocast.lower_precision_safe_modules",
+        "always",
+        "what autocast alone reads travels in its dtype",
+    ),
+    Key("communication_data_type", "honoured", "option `reduce_dtype`", "text"),
+    Key("data_types.grad_accum_dtype", "honoured", "option `reduce_dtype`", "text"),
+    *keys(
+        "missing",
+        "",
+        [
+            ("data_types.param_dtype", "cast the model before it is sharded"),
+            ("data_types.buffer_dtype", "cast the model before it is sharded"),
+            ("data_types.keep_in_fp32_modules", "use `torch.autocast`"),
+        ],
+        off=("auto",),
+    ),
+    Key("gradient_clipping", "honoured", "largest norm; by default 1.0; 0: no clipping", "number"),
+    *keys(
+        "always",
+        "",
+        [
+            ("prescale_gradients", "sums are taken in fp32 and divided once"),
+            ("gradient_predivide_factor", "sums are taken in fp32 and divided once"),
+        ],
+    ),
+    Key("gradient_allreduce_op", "missing", "gradients are averaged", "text", off=("mean",)),
+]
+
+_REPORTS = [
+    Key("steps_per_print", "honoured", "`make_report`: a line every so many steps", "count"),
+    Key("wall_clock_breakdown", "honoured", "`make_report`: times of each step", "bool"),
+    Key("dump_state", "honoured", "`make_report` begins with this table", "bool"),
+    *keys(
+        "missing",
+        "",
+        [
+            ("memory_breakdown", "see `zerofx plan`"),
+            ("comms_logger", "see `zerofx bench comm`"),
+            ("flops_profiler", "see `zerofx plan`"),
+            ("tensorboard", "write what your loop knows"),
+            ("wandb", "write what your loop knows"),
+            ("csv_monitor", "write what your loop knows"),
+            ("comet", "write what your loop knows"),
+        ],
+    ),
+    *keys(
+        "always",
+        "",
+        [
+            ("vocabulary_size", "DeepSpeed only warns by it"),
+            ("log_level", "of DeepSpeed's own log"),
+            ("timers", "of DeepSpeed's own timers"),
+        ],
+    ),
+]
+
+TRAINING_KEYS = [*_BATCH, *_OPTIMIZER, *_SCHEDULER, *_PRECISION, *_REPORTS]

@@ -1,0 +1,215 @@
+"""From what a file asks for to the options of zerofx."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerofx.config import ZeroConfig
+from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
+from zerofx.integrations.deepspeed.read import Source, read
+from zerofx.integrations.deepspeed.recipe import Batch, Recipe, Scaling
+from zerofx.integrations.deepspeed.settings import Settings, understand
+from zerofx.passes.changes import Change, replace
+from zerofx.passes.fuse_reduces import FuseReduces
+from zerofx.passes.fuse_unshards import FuseUnshards
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def from_deepspeed(
+    source: Source,
+    *,
+    auto: Mapping[str, Any] | None = None,
+    leave_out: Collection[str] = (),
+    world_size: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """Read a `ds_config.json` and say what it means here.
+
+    Every key of DeepSpeed is honoured, or has no counterpart that a number could depend on, or is
+    refused by name; `print` the result to see which. Keys that the file lacks mean what DeepSpeed
+    takes without them where numbers depend on it (clipping, loss scaling, schedules), and zerofx's
+    defaults where only speed and memory do.
+
+    Args:
+        source: path of the file, which may have comments; or its content.
+        auto: values for keys that the file gives as "auto", by path:
+            `{"optimizer.params.lr": 3e-5}`. A key that is not "auto" must agree with the file.
+        leave_out: paths of keys, or of sections, to train without.
+        world_size: number of ranks; by default that of the process group, or of torchrun.
+        options: further fields of `ZeroConfig`, which the file does not set.
+
+    Raises:
+        ConfigError: the file cannot be read, has unknown keys or values of a wrong type, needs
+            `auto`, or its batch sizes do not multiply.
+        UnsupportedError: it asks for what zerofx does not have; the message lists it all.
+    """
+    settings = understand(read(source), auto or {}, leave_out)
+    ranks = _world_size() if world_size is None else world_size
+    batch = _batch(settings, ranks)
+    dtype = _dtype(settings)
+    itemsize = 4 if dtype is None else dtype.itemsize
+    chosen = {
+        "stage": settings.get("zero_optimization.stage", 0),
+        "accumulate": batch.accumulation,
+        "param_dtype": dtype,
+        "reduce_dtype": _reduce_dtype(settings),
+        **_sizes(settings, itemsize),
+        **_switches(settings, ranks),
+    }
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    twice = sorted(chosen.keys() & options.keys())
+    if twice:
+        raise ConfigError(
+            f"the file sets options {', '.join(twice)} already", "change the file, or leave_out"
+        )
+    passes = (*_buckets(settings, itemsize), *options.pop("passes", ()))
+    return Recipe(
+        config=ZeroConfig(**chosen, **options, passes=passes),
+        batch=batch,
+        optimizer=optimizer_choice(settings),
+        shape=shape_choice(settings),
+        scaling=_scaling(settings, dtype),
+        autocast_dtype=_autocast_dtype(settings),
+        gradient_clipping=float(settings.get("gradient_clipping", 1.0)),
+        steps_per_print=settings.get("steps_per_print", 0),
+        wall_clock_breakdown=settings.get("wall_clock_breakdown", False),
+        dump_state=settings.get("dump_state", False),
+        gathers_on_save=_gathers_on_save(settings),
+        rows=settings.rows,
+    )
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _batch(settings: Settings, ranks: int) -> Batch:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (settings.get(name) for name in names)
+    if micro is None and whole is not None:
+        micro = whole // (ranks * (steps or 1))
+    if micro is None:
+        raise ConfigError(
+            "the file says neither train_batch_size nor train_micro_batch_size_per_gpu",
+            'write one of them, or pass auto={"train_micro_batch_size_per_gpu": …} for "auto"',
+        )
+    if steps is None:
+        steps = 1 if whole is None else whole // (ranks * max(1, micro))
+    product = micro * steps * ranks
+    if product == 0 or whole not in (None, product):
+        raise ConfigError(
+            f"train_batch_size {whole} is not {micro} (micro-batch) × {steps} (accumulation) × "
+            f"{ranks} (ranks)",
+            "change one of them; any two determine the third",
+        )
+    return Batch(product, micro, steps)
+
+
+def _dtype(settings: Settings) -> torch.dtype | None:
+    low = [name for name in ("fp16", "bf16") if settings.get(f"{name}.enabled", False)]
+    if len(low) == 2:
+        raise ConfigError("fp16 and bf16 are both enabled", "enable one of them")
+    return _DTYPES[low[0]] if low else None
+
+
+def _reduce_dtype(settings: Settings) -> torch.dtype | None:
+    """The wider of what gradients travel in and what they are summed in: here these are one."""
+    dtypes = [
+        _named_dtype(path, value)
+        for path in ("communication_data_type", "data_types.grad_accum_dtype")
+        if (value := settings.get(path)) is not None
+    ]
+    if len(dtypes) == 2:
+        return torch.promote_types(*dtypes)
+    return dtypes[0] if dtypes else None
+
+
+def _autocast_dtype(settings: Settings) -> torch.dtype | None:
+    if not settings.get("torch_autocast.enabled", False):
+        return None
+    return _named_dtype("torch_autocast.dtype", settings.get("torch_autocast.dtype", "bf16"))
+
+
+def _named_dtype(path: str, name: str) -> torch.dtype:
+    short = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
+    plain = name.lower().removeprefix("torch.")
+    dtype = _DTYPES.get(short.get(plain, plain.replace("bfloat", "bf")))
+    if dtype is None:
+        raise ConfigError(f"{path} is {name!r}", f"use one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _buckets(settings: Settings, itemsize: int) -> tuple[Change, ...]:
+    """Gathers and reductions may have buckets of different sizes: each pass gets its own."""
+    zero = settings.section("zero_optimization")
+    gathers = zero.get("stage3_prefetch_bucket_size", zero.get("allgather_bucket_size"))
+    reductions = zero.get("reduce_bucket_size")
+    changes: list[Change] = []
+    if gathers is not None:
+        changes.append(replace("fuse_unshards", FuseUnshards(target_bytes=gathers * itemsize)))
+    if reductions is not None:
+        changes.append(replace("fuse_reduces", FuseReduces(target_bytes=reductions * itemsize)))
+    return tuple(changes)
+
+
+def _sizes(settings: Settings, itemsize: int) -> dict[str, int | None]:
+    """Options made of numbers of elements."""
+    zero = settings.section("zero_optimization")
+    live, reuse = zero.get("stage3_max_live_parameters"), zero.get("stage3_max_reuse_distance")
+    small = zero.get("stage3_param_persistence_threshold")
+    return {
+        "prefetch_bytes": None if live is None else live * itemsize,
+        # From its last use in forward to its first in backward lies twice what comes after it.
+        "memory_budget": None if reuse is None else reuse // 2 * itemsize,
+        # DeepSpeed keeps parameters up to the threshold, this option those below it.
+        "min_shard_numel": None if small is None else small + 1,
+    }
+
+
+def _switches(settings: Settings, ranks: int) -> dict[str, Any]:
+    group = settings.get("zero_optimization.mics_shard_size", -1)
+    if not isinstance(group, int) or (group > 0 and ranks % group):
+        raise ConfigError(
+            f"mics_shard_size {group!r} does not divide {ranks} ranks", "use a divisor of the ranks"
+        )
+    overlaps = settings.get("zero_optimization.overlap_comm", True)
+    return {
+        "disable": None if overlaps else ("schedule",),
+        "replicate": ranks // group if group > 0 else None,
+        "cast_forward_inputs": settings.get("fp16.auto_cast"),
+    }
+
+
+def _scaling(settings: Settings, dtype: torch.dtype | None) -> Scaling:
+    if dtype == torch.float16:
+        fixed = float(settings.get("fp16.loss_scale", 0))
+        return Scaling(
+            enabled=True,
+            scale=fixed or 2.0 ** settings.get("fp16.initial_scale_power", 16),
+            dynamic=fixed == 0,
+            window=settings.get("fp16.loss_scale_window", 1000),
+            hysteresis=settings.get("fp16.hysteresis", 2),
+            consecutive_hysteresis=settings.get("fp16.consecutive_hysteresis", False),
+            min_scale=float(settings.get("fp16.min_loss_scale", 1)),
+        )
+    watched = dtype == torch.bfloat16 and settings.get("bf16.check_grad_overflow", True)
+    if _autocast_dtype(settings) == torch.float16:
+        return Scaling(enabled=True, scale=2.0**16, dynamic=True, window=2000, hysteresis=1)
+    return Scaling(enabled=watched)
+
+
+def _gathers_on_save(settings: Settings) -> bool:
+    names = (
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+    )
+    return any(settings.get(f"zero_optimization.{name}", False) for name in names)

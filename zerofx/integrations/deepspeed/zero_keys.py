@@ -1,0 +1,177 @@
+"""Keys of `zero_optimization`, and of what DeepSpeed has around it."""
+
+from __future__ import annotations
+
+from zerofx.integrations.deepspeed.key import Key, keys
+
+_ZERO = [
+    Key("zero_optimization.stage", "honoured", "option `stage`; by default 0", "count"),
+    Key("zero_optimization.overlap_comm", "honoured", "false: leaves out pass `schedule`", "bool"),
+    Key(
+        "zero_optimization.reduce_bucket_size",
+        "honoured",
+        "elements: `target_bytes` of pass `fuse_reduces`",
+        "count",
+    ),
+    Key(
+        "zero_optimization.allgather_bucket_size",
+        "honoured",
+        "elements: `target_bytes` of pass `fuse_unshards`",
+        "count",
+        stages=(1, 2),
+    ),
+    *keys(
+        "honoured",
+        "zero_optimization",
+        [
+            ("stage3_prefetch_bucket_size", "elements: `target_bytes` of pass `fuse_unshards`"),
+            ("stage3_max_live_parameters", "elements: option `prefetch_bytes`"),
+            ("stage3_max_reuse_distance", "elements: option `memory_budget` keeps half of them"),
+            ("stage3_param_persistence_threshold", "elements: option `min_shard_numel`, one more"),
+        ],
+        "count",
+        stages=(3,),
+    ),
+    *keys(
+        "honoured",
+        "zero_optimization",
+        [
+            ("stage3_gather_16bit_weights_on_model_save", "`save_model` may gather"),
+            ("stage3_gather_fp16_weights_on_model_save", "an older name of the same"),
+        ],
+        "bool",
+        stages=(3,),
+    ),
+    Key("zero_optimization.mics_shard_size", "honoured", "option `replicate`: ranks / size"),
+    *keys(
+        "always",
+        "zero_optimization",
+        [
+            ("allgather_partitions", "shards are gathered, never broadcast"),
+            ("reduce_scatter", "gradients are reduce-scattered: the same mean, half the bytes"),
+            ("contiguous_gradients", "a bucket is one buffer"),
+            ("sub_group_size", "torch's optimizer steps over shards"),
+            ("use_multi_rank_bucket_allreduce", "gradients are reduce-scattered"),
+            ("round_robin_gradients", "no copies to the host to spread"),
+            ("parameter_alignment", "shards begin at multiples of 256 bytes"),
+            ("load_from_fp32_weights", "checkpoints hold the master weights"),
+            ("elastic_checkpoint", "checkpoints load on any number of ranks"),
+            ("compute_grad_norm", "a norm is computed only to clip by it"),
+            ("stage3_module_granularity_threshold", "buckets follow the blocks of a model"),
+            ("stage3_use_all_reduce_for_fetch_params", "the fastest way to gather is measured"),
+            ("stage3_allgather_sequential", "gathers run in the order of use"),
+            ("memory_efficient_linear", "no weight is saved for backward"),
+            ("pipeline_loading_checkpoint", "each rank reads its rows only"),
+            ("override_module_apply", "`meta_init` needs no patched modules"),
+            ("log_trace_cache_warnings", "there is no trace that could be wrong"),
+            ("enable_sanity_checks", "the verifier runs after every pass (option `verify`)"),
+            ("leaf_module", "all ranks run one program: there is nothing to list"),
+            ("mics_hierarchical_params_gather", "across nodes every byte travels once"),
+        ],
+    ),
+    *keys(
+        "missing",
+        "zero_optimization",
+        [
+            ("zero_quantized_weights", "qwZ needs the pass that quantizes gathers"),
+            ("zero_quantized_nontrainable_weights", "qwZ needs the pass that quantizes gathers"),
+            ("zero_quantized_gradients", "qgZ needs the pass that quantizes reductions"),
+            ("zeropp_loco_param", "qgZ needs the pass that quantizes reductions"),
+        ],
+    ),
+    Key(
+        "zero_optimization.zero_hpz_partition_size",
+        "missing",
+        "hpZ needs the pass of secondary shards",
+        "count",
+        off=(0, 1),
+    ),
+    *keys(
+        "missing",
+        "zero_optimization",
+        [
+            ("offload_optimizer", "needs offloading"),
+            ("offload_param", "needs offloading"),
+            ("cpu_offload", "needs offloading"),
+            ("cpu_offload_params", "needs offloading"),
+            ("cpu_offload_use_pin_memory", "needs offloading"),
+            ("zenflow", "needs offloading"),
+            ("save_muon_momentum_buffer_in_memory", "needs offloading"),
+            ("stage3_model_persistence_threshold", "no bound on the sum of persistent parameters"),
+            ("legacy_stage1", "there is one stage 1"),
+        ],
+    ),
+    Key(
+        "zero_optimization.ignore_unused_parameters",
+        "missing",
+        "unused parameters are no error",
+        off=(True,),
+    ),
+]
+
+_AROUND = [
+    *keys(
+        "always",
+        "",
+        [
+            ("disable_allgather", "shards are gathered when they are read"),
+            ("aio", "tunes offloading to files, which is asked for elsewhere"),
+            ("checkpoint.tag_validation", "ranks save one checkpoint together"),
+            ("checkpoint.load_universal", "every checkpoint loads at any stage, on any ranks"),
+            ("checkpoint.parallel_write", "every rank writes its rows"),
+            ("compile.deepcompile", "the model is compiled with its communication"),
+            ("compile.debug_log", "see `ZEROFX_DUMP`"),
+        ],
+    ),
+    *keys(
+        "missing",
+        "",
+        [
+            ("checkpoint.use_node_local_storage", "save to a folder that all ranks see"),
+            ("checkpoint.writer", "see `zerofx.checkpoint`"),
+            ("datastates_ckpt", "see `zerofx.checkpoint.async_save`"),
+            ("nebula", "see `zerofx.checkpoint.async_save`"),
+            ("compile.passes", "see option `passes`"),
+            ("compile.offload_activation", "needs offloading"),
+            ("compile.offload_opt_states", "needs offloading"),
+            ("compile.offload_parameters", "needs offloading"),
+            ("activation_checkpointing", "use `torch.utils.checkpoint`"),
+            ("disable_python_gc", "call `gc.disable()`"),
+            ("amp", "say `fp16` or `bf16`"),
+            ("sparse_gradients", "gradients are dense"),
+            ("hybrid_engine", "see `zerofx.unshard` for generation"),
+            ("data_efficiency", "the data loader is yours"),
+            ("curriculum_learning", "the data loader is yours"),
+            ("progressive_layer_drop", "the model is yours"),
+            ("weight_quantization", "for inference only"),
+            ("tensor_parallel", "data parallelism only"),
+        ],
+    ),
+    *keys(
+        "missing",
+        "",
+        [
+            ("sequence_parallel_size", "data parallelism only"),
+            ("seq_parallel_communication_data_type", "data parallelism only"),
+        ],
+        off=(0, 1, "fp32"),
+    ),
+    *keys(
+        "refused",
+        "",
+        [
+            ("moe", "expert parallelism; mixtures of experts train without it"),
+            ("expert_parallel", "expert parallelism; mixtures of experts train without it"),
+            ("use_data_before_expert_parallelism", "expert parallelism"),
+            ("pipeline", "pipeline parallelism"),
+            ("sparse_attention", "a model's attention is the model's; DeepSpeed removed it"),
+            ("compression_training", "compression of models; DeepSpeed removed it"),
+            ("quantize_training", "compression of models; DeepSpeed removed it"),
+            ("eigenvalue", "compression of models; DeepSpeed removed it"),
+            ("autotuning", "see `zerofx plan` for what fits"),
+            ("elasticity", "checkpoints load on any number of ranks; DeepSpeed removed it"),
+        ],
+    ),
+]
+
+ZERO_KEYS = [*_ZERO, *_AROUND]
