@@ -14,13 +14,14 @@ from importlib.metadata import version
 
 from rich.console import Console
 
-from zerofx.cli import bench, completion, diff, plan
+from zerofx.cli import bench, completion, diff, explain, plan
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
 
 COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
+    explain.COMMAND,
     diff.COMMAND,
     bench.COMMAND,
     Command("completion", completion.SUMMARY, completion.configure, completion.run),
