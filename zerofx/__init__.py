@@ -4,7 +4,7 @@ Most programs import nothing of this package: the backends `zero` and `zero0` to
 by name. Authors of passes find the vocabulary in `zerofx.passes`.
 """
 
-from zerofx.api import load_safetensors, meta_init, no_sync, refresh, shard, unshard
+from zerofx.api import explain, load_safetensors, meta_init, no_sync, refresh, shard, unshard
 from zerofx.config import ZeroConfig
 from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
@@ -17,6 +17,7 @@ __all__ = [
     "ZeroFxError",
     "after",
     "before",
+    "explain",
     "load_safetensors",
     "meta_init",
     "no_sync",

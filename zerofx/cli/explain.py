@@ -123,4 +123,6 @@ def _machine_here(session: Session) -> Machine:
     return Machine(session.device.type, measure_roofline(session.device), link)
 
 
-COMMAND = Command("explain", "what became of a script or model, and what would help", configure, run)
+COMMAND = Command(
+    "explain", "what became of a script or model, and what would help", configure, run
+)

@@ -158,7 +158,8 @@ def _read(reason: str) -> tuple[str, str]:
 
 
 def _guard(reason: str) -> str:
-    return next((line.strip() for line in reason.splitlines() if line.strip()), "unknown")
+    first = next((line.strip() for line in reason.splitlines() if line.strip()), "unknown")
+    return re.sub(r"^\d+/\d+: ", "", first)
 
 
 def _remedy_of_guard(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""Which changes of the options would help: each candidate's programs are made and looked at anew."""
+"""Which other options would help: each candidate's programs are made and looked at anew."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def search(
     found: list[Change] = []
     untried: list[tuple[str, str]] = []
     if retrace is None:
-        why = "a script's graphs are not traced again; zerofx.explain(model, …) tries it"
-        untried += [("param_dtype", why), ("micro-batch", why)]
+        why = "a script's graphs are not traced again; zerofx.explain(model, …) tries them"
+        untried.append(("param_dtype and micro-batch", why))
     for each in _candidates(base, programs, rehearsals, setting, retrace is not None):
         say(f"planning with {each.option}={each.value}")
         try:

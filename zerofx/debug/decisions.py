@@ -87,8 +87,9 @@ def reasons_in(plan: Any) -> Iterator[tuple[str, str]]:
     """`(what, why)` of everything that a plan gives a reason for, decisions not taken included."""
     if isinstance(plan, Mapping):
         if isinstance(plan.get("reason"), str):
-            yield f"{plan.get('name', '')}: {', '.join(map(str, plan.get('starts', ())))}", str(
-                plan["reason"]
+            yield (
+                f"{plan.get('name', '')}: {', '.join(map(str, plan.get('starts', ())))}",
+                str(plan["reason"]),
             )
         for key, value in plan.items():
             if key == "reasons":

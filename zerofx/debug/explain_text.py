@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.debug.captured import Break, Captured, Recompile
 from zerofx.debug.changes import Change, Search
 from zerofx.debug.decisions import Why
 from zerofx.debug.explanation import Explanation
 from zerofx.debug.outcome import CollectiveTime
-from zerofx.cli.units import show_bytes, show_seconds
 
 _WIDTH = 100
 _MOST_ROWS = 6

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
 from zerofx.debug.captured import Captured, failed, recompiles
@@ -84,13 +83,9 @@ class Explanation:
     reports: dict[str, dict[str, Any]]
 
     def __str__(self) -> str:
-        from zerofx.debug.explain_text import as_text
+        from zerofx.debug.explain_text import as_text  # which needs this class
 
-        out = io.StringIO()
-        console = Console(file=out, width=110)
-        for each in as_text(self):
-            console.print(each, markup=False, highlight=False, soft_wrap=True)
-        return out.getvalue()
+        return "\n\n".join(as_text(self))
 
     def why(self, node: str) -> list[Why]:
         """Why a node stands where it does, in each program that has it.
@@ -133,8 +128,12 @@ def explain_model(
         say: called with what begins.
 
     Raises:
-        UnsupportedError: nothing of it trains.
+        UnsupportedError: nothing of it trains, or it is sharded.
     """
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        raise UnsupportedError(
+            f"{type(model).__name__} is sharded already", "explain the model before it is compiled"
+        )
     say("tracing the model")
     records, stopped, seen = _trace(model, args, kwargs, setting.config)
     rehearsals = [each.rehearsal for each in records if each.rehearsal is not None]
@@ -147,8 +146,8 @@ def explain_model(
 
     def retrace(cast: torch.dtype | None, times: int) -> list[Rehearsal]:
         config = dataclasses.replace(setting.config, param_dtype=cast)
-        more = [_repeated(value, args, kwargs, times) for value in (args, kwargs)]
-        again, _, _ = _trace(model, more[0], more[1], config)
+        more, more_named = _repeated((args, kwargs), times)
+        again, _, _ = _trace(model, more, more_named, config)
         return [each.rehearsal for each in again if each.rehearsal is not None]
 
     captured = captured_of(records, seen, stopped)
@@ -234,9 +233,9 @@ def _trace(
     mode = fake_mode()
     copied = fake_copy(model, mode)
     with mode:
-        inputs = map_tensors(mode.from_tensor, (tuple(args), dict(kwargs)))
+        plain, named = map_tensors(mode.from_tensor, (tuple(args), dict(kwargs)))
     before = len(compilations())
-    graphs, stopped = dynamo_graphs(copied, *inputs, mode)
+    graphs, stopped = dynamo_graphs(copied, plain, named, mode)
     seen = compilations()[before:]
     records: list[GraphRecord] = []
     for module, values in graphs:
@@ -255,11 +254,11 @@ def _trace(
     return records, stopped, seen
 
 
-def _repeated(value: Any, args: Any, kwargs: Any, times: int) -> Any:
+def _repeated(inputs: Any, times: int) -> Any:
     """Inputs with so many times the samples: dimension 0 of those that share its size."""
     if times == 1:
-        return value
-    sizes = [len(t) for t in tensors_in((args, kwargs)) if t.dim()]
+        return inputs
+    sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.dim()]
     batch = sizes[0] if sizes else 0
 
     def repeat(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,4 +266,4 @@ def _repeated(value: Any, args: Any, kwargs: Any, times: int) -> Any:
             return tensor
         return tensor.detach().repeat(times, *[1] * (tensor.dim() - 1))
 
-    return map_tensors(repeat, value)
+    return map_tensors(repeat, inputs)

@@ -42,7 +42,7 @@ class Run:
 
 @dataclasses.dataclass
 class _Clock:
-    """Seconds from one optimizer step to the next; steps in which something was compiled count not."""
+    """Seconds from one optimizer step to the next, where nothing was compiled in between."""
 
     recorder: Recorder
     seconds: list[float] = dataclasses.field(default_factory=list[float])

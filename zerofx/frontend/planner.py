@@ -242,7 +242,7 @@ def resident_of(
 
 
 def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:
-    """Time of the optimizer's step: it reads values, gradients and state, and writes two of them."""
+    """Time of the optimizer's step: it reads values, gradients and state, and writes two."""
     shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
     moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
     return moved / roofline.bytes_per_second

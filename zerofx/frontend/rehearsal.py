@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.reads import read_plain
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.ir.facts import facts, set_facts
+from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
@@ -72,11 +73,7 @@ class Rehearsal:
         for half in (self.forward, self.backward):
             used = {name: params[name] for name in half.params}
             module = copy_module(half.module)
-            for node in module.graph.nodes:
-                record = facts(node)
-                if record.layout and record.param in used:
-                    layout = used[record.param].layout.name
-                    set_facts(node, dataclasses.replace(record, layout=layout))
+            _relay(module, used)
             program = dataclasses.replace(half, module=module, params=used, stage=config.stage)
             made.append(program)
             if dump is not None:
@@ -104,9 +101,7 @@ def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> 
     ]
 
 
-def describe_params(
-    model: nn.Module, cast: torch.dtype | None = None
-) -> tuple[ParamSpec, ...]:
+def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[ParamSpec, ...]:
     """The parameters of a plain model, in registration order.
 
     Args:
@@ -187,6 +182,19 @@ def rehearse_graph(
     forward, backward = capture.cut(read_plain(module, params), inputs)
     device = next(root.parameters()).device
     return Rehearsal(forward, backward, specs, held, device, inner)
+
+
+def _relay(module: fx.GraphModule, params: Mapping[str, ParamSpec]) -> None:
+    """Let the nodes of a traced program say how their parameters lie now."""
+    for node in module.graph.nodes:
+        record = facts(node)
+        if record.param not in params:
+            continue
+        layout = params[record.param].layout
+        if record.layout:
+            set_facts(node, dataclasses.replace(record, layout=layout.name))
+        if is_call(node, UNSHARD, REDUCE_GRAD):
+            node.update_arg(2, layout.handle)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -159,9 +159,7 @@ def gathered_before(programs: Programs) -> set[fx.Node]:
     return out
 
 
-def timelines(
-    programs: Programs, machine: Machine, *, fused: bool
-) -> tuple[Timeline, Timeline]:
+def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Timeline, Timeline]:
     """Forward and backward in simulated time.
 
     Args:

@@ -1,6 +1,6 @@
 """Who watches: whoever runs a user's program sees what becomes of each of its graphs.
 
-`zerofx explain` runs a script that compiles as always; the backend tells the watcher of this context.
+`zerofx explain` runs a script that compiles as always; the backend tells this context's watcher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerofx.runtime.session import Session
 
 
 class GraphWatcher(Reader, Protocol):
-    """Is told what becomes of one Dynamo graph: as a `Reader` of its programs, and how it is cut."""
+    """Is told what becomes of one Dynamo graph: a `Reader` that sees it cut, too."""
 
     def cut(self, forward: Program, backward: Program) -> None:
         """Both halves before any pass of their own; they change afterwards."""

@@ -79,7 +79,9 @@ class Timeline:
 
     def exposure(self) -> list[tuple[Span, float]]:
         """Each collective, and how long of it nothing was computed; the rest is hidden."""
-        kernels = [span for span in self.spans if span.stream == "compute" and span.end > span.begin]
+        kernels = [
+            span for span in self.spans if span.stream == "compute" and span.end > span.begin
+        ]
         out: list[tuple[Span, float]] = []
         first = 0
         for span in (each for each in self.spans if each.stream == "link"):

@@ -104,5 +104,6 @@ __all__ = [
     "trace_apart",
     "trace_artifact",
     "unwrap_compiled",
+    "why_graph_ends",
     "with_local",
 ]

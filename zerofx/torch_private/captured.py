@@ -61,7 +61,7 @@ def frame_being_compiled() -> int:
 
 
 def why_graph_ends(module: fx.GraphModule) -> tuple[str, Sequence[FrameSummary]] | None:
-    """Dynamo's reason and the user's stack, outermost first; `None` if the function returns there."""
+    """Dynamo's reason and the user's stack, outermost first; `None` where the function ends."""
     found: Any = getattr(module, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
         return None
