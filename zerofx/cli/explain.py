@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -44,7 +46,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Explain; a check fails if the programs do not fit into `--memory`."""
     is_script = args.script.endswith(".py")
     _refuse_misplaced(args, is_script)
-    found = (_script if is_script else _target)(args, progress)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever the user's code prints
+        found = (_script if is_script else _target)(args, progress)
     if int(os.environ.get("RANK", 0)):
         return Answer(None, (), silent=True)
     if args.why is not None:

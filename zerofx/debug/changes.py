@@ -180,5 +180,4 @@ def _candidates(
         again = dataclasses.replace(setting, config=changed)
         yield _Candidate("param_dtype", "torch.bfloat16", again, cast=torch.bfloat16)
     if traces:
-        for times in (2, 4):
-            yield _Candidate("micro-batch", f"×{times}", setting, config.param_dtype, times)
+        yield _Candidate("micro-batch", "×2", setting, config.param_dtype, 2)

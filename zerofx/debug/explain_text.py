@@ -113,7 +113,9 @@ def _captured(found: Captured) -> Iterator[str]:
     if more:
         yield _row("", f"… and {more} more: --json lists them")
     if found.stopped:
-        yield from _wrapped("stopped", f"behind the last graph nothing is known: {found.stopped}")
+        yield from _wrapped(
+            "stopped", f"behind the last graph Python wants more than shapes: {found.stopped}"
+        )
 
 
 def _place(what: str, each: Break | Recompile) -> Iterator[str]:
@@ -212,7 +214,8 @@ def _changes(found: Search) -> Iterator[str]:
 
 
 def _gain(what: str, gain: float) -> str:
-    return f"{what} {'−' if gain >= 0 else '+'}{abs(100 * gain):.0f} %"
+    percent = round(100 * gain)
+    return f"{what} {'±' if percent == 0 else '−' if percent > 0 else '+'}{abs(percent)} %"
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
@@ -135,22 +136,24 @@ def explain_model(
             f"{type(model).__name__} is sharded already", "explain the model before it is compiled"
         )
     say("tracing the model")
-    records, stopped, seen = _trace(model, args, kwargs, setting.config)
-    rehearsals = [each.rehearsal for each in records if each.rehearsal is not None]
-    if not rehearsals:
+    begin = time.time()
+    traced = _trace(model, args, kwargs)
+    seen = compilations(begin)
+    records = _rehearsed(traced, setting.config)
+    if not any(each.rehearsal for each in records):
         raise UnsupportedError(
             f"{type(model).__name__} has no backward to explain"
-            + (f": {stopped}" if stopped else ""),
+            + (f": {traced.stopped}" if traced.stopped else ""),
             "give it trainable parameters, and a forward that uses them",
         )
 
     def retrace(cast: torch.dtype | None, times: int) -> list[Rehearsal]:
         config = dataclasses.replace(setting.config, param_dtype=cast)
-        more, more_named = _repeated((args, kwargs), times)
-        again, _, _ = _trace(model, more, more_named, config)
-        return [each.rehearsal for each in again if each.rehearsal is not None]
+        larger, larger_named = _repeated((args, kwargs), times)
+        again = traced if times == 1 else _trace(model, larger, larger_named)
+        return [each.rehearsal for each in _rehearsed(again, config) if each.rehearsal]
 
-    captured = captured_of(records, seen, stopped)
+    captured = captured_of(records, seen, traced.stopped)
     return explanation_of(
         name or type(model).__name__, setting, captured, records, retrace=retrace, say=say
     )
@@ -226,38 +229,51 @@ def captured_of(
     )
 
 
-def _trace(
-    model: nn.Module, args: Any, kwargs: Any, config: ZeroConfig
-) -> tuple[list[GraphRecord], str, list[Compilation]]:
-    """The graphs of one forward on fake tensors, and why that ended early, if it did."""
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """Dynamo's graphs of one forward on fake tensors.
+
+    Attributes:
+        model: with fake parameters.
+        graphs: each with what is known of it, and its inputs.
+        stopped: why the forward ended early; empty if it did not.
+    """
+
+    model: nn.Module
+    graphs: tuple[tuple[fx.GraphModule, list[Any]], ...]
+    stopped: str
+
+
+def _trace(model: nn.Module, args: Any, kwargs: Any) -> _Traced:
     mode = fake_mode()
     copied = fake_copy(model, mode)
     with mode:
         plain, named = map_tensors(mode.from_tensor, (tuple(args), dict(kwargs)))
-    before = len(compilations())
     graphs, stopped = dynamo_graphs(copied, plain, named, mode)
-    seen = compilations()[before:]
+    return _Traced(copied, tuple(graphs), stopped)
+
+
+def _rehearsed(traced: _Traced, config: ZeroConfig) -> list[GraphRecord]:
+    """Records of all graphs; those that read parameters have programs."""
+    known = {id(param) for param in traced.model.parameters()}
     records: list[GraphRecord] = []
-    for module, values in graphs:
+    for module, values in traced.graphs:
         record = GraphRecord(module)
         records.append(record)
-        known = {id(param) for param in copied.parameters()}
         if any(id(value) in known for value in values):
             record.rehearsal = rehearse_graph(
                 module,
                 values,
-                copied,
+                traced.model,
                 inner=config.inner,
                 cast=config.param_dtype,
                 watcher=record,
             )
-    return records, stopped, seen
+    return records
 
 
 def _repeated(inputs: Any, times: int) -> Any:
     """Inputs with so many times the samples: dimension 0 of those that share its size."""
-    if times == 1:
-        return inputs
     sizes = [len(tensor) for tensor in tensors_in(inputs) if tensor.dim()]
     batch = sizes[0] if sizes else 0
 

@@ -44,24 +44,23 @@ class Run:
 class _Clock:
     """Seconds from one optimizer step to the next, where nothing was compiled in between."""
 
-    recorder: Recorder
     seconds: list[float] = dataclasses.field(default_factory=list[float])
-    _before: tuple[float, int] | None = None
+    _before: float | None = None
 
     def tick(self, *_: Any) -> None:
         """An optimizer stepped."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now, compiled = time.perf_counter(), len(compilations())
-        if self._before is not None and self._before[1] == compiled:
-            self.seconds.append(now - self._before[0])
-        self._before = (now, compiled)
+        now = time.time()
+        if self._before is not None and not compilations(self._before):
+            self.seconds.append(now - self._before)
+        self._before = now
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> Run:
     """Run a script as `python script arguments` does, in this process.
 
-    What it prints goes to standard error. Without torchrun it is the only rank of its world.
+    Without torchrun it is the only rank of its world.
 
     Args:
         script: to run.
@@ -70,8 +69,8 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
     Raises:
         UnsupportedError: it failed, or no zerofx backend compiled anything that trains.
     """
-    recorder, before = Recorder(), len(compilations())
-    clock = _Clock(recorder)
+    recorder, begin = Recorder(), time.time()
+    clock = _Clock()
     handle = register_optimizer_step_post_hook(clock.tick)
     try:
         with _world(), _arguments(script, arguments), watched_by(recorder):
@@ -95,7 +94,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
             f"{script} trained nothing that a zerofx backend compiled",
             'compile the model with torch.compile(model, backend="zero3") and take a step or two',
         )
-    return Run(recorder, tuple(compilations()[before:]), _measured(clock.seconds))
+    return Run(recorder, tuple(compilations(begin)), _measured(clock.seconds))
 
 
 _ALONE = "run it without explain first; --debug shows where"
@@ -118,8 +117,7 @@ def _arguments(script: Path, arguments: Sequence[str]) -> Iterator[None]:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
         sys.argv, sys.path[:] = argv, path
 

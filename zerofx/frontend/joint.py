@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -88,7 +89,9 @@ def dynamo_graphs(
 
     torch.compiler.reset()
     try:
-        with mode:
+        with mode, warnings.catch_warnings():
+            # Dynamo looks at .grad of what one graph hands to the next.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
             torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
     except Exception as error:
         return found, _reason(error)

@@ -37,8 +37,8 @@ class Compilation:
     seconds: float
 
 
-def compilations() -> list[Compilation]:
-    """The last ones of this process, oldest first; Dynamo keeps 64 of them."""
+def compilations(since: float) -> list[Compilation]:
+    """Those that began since a `time.time()`, oldest first; Dynamo remembers the last 64."""
     return [
         Compilation(
             int(str(each.compile_id).partition("/")[0]) if each.compile_id else -1,
@@ -51,6 +51,7 @@ def compilations() -> list[Compilation]:
             each.entire_frame_compile_time_s or 0.0,
         )
         for each in get_compilation_metrics()
+        if (each.start_time_us or 0) >= 1e6 * since
     ]
 
 
