@@ -89,7 +89,6 @@ class Captured:
         breaks: where one graph ends and Python goes on.
         recompiles: functions that were compiled again.
         stopped: why the rest could not be rehearsed; empty if all of it was.
-        compile_seconds: that Dynamo and the backend took.
     """
 
     graphs: int
@@ -98,7 +97,6 @@ class Captured:
     breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
     stopped: str = ""
-    compile_seconds: float = 0.0
 
 
 def break_of(module: fx.GraphModule) -> Break | None:

@@ -100,10 +100,9 @@ def _captured(found: Captured) -> Iterator[str]:
     yield _row(
         "captured",
         f"{_count(found.graphs, 'graph')} of {_count(found.num_ops, 'operation')}"
-        + (f" ({plain} without a backward)" if plain else "")
+        + (f" ({plain} that train nothing)" if plain else "")
         + f", {_count(len(found.breaks), 'graph break')}, "
-        + _count(len(found.recompiles), "recompile")
-        + f"; {show_seconds(found.compile_seconds)} of compilation",
+        + _count(len(found.recompiles), "recompile"),
     )
     for each in found.breaks[:_MOST_PLACES]:
         yield from _place("break", each)
@@ -163,12 +162,13 @@ def _step(found: Explanation) -> Iterator[str]:
 def _measured(found: Explanation) -> str:
     measured, ranks = found.measured, found.setting.num_ranks
     assert measured is not None
+    compiled = f"compilations {show_seconds(measured.compile_seconds)}"
     if measured.step is None:
-        return "not measured: the script took fewer than two steps behind its compilations"
+        return f"not measured: fewer than two steps behind compilations; {compiled}"
     where = "" if measured.num_ranks == ranks else f" on {_count(measured.num_ranks, 'rank')} here"
     return (
-        f"measured {show_seconds(measured.step)}{where}, median of {measured.steps} "
-        "(with data, loss and all else between two optimizer steps)"
+        f"measured {show_seconds(measured.step)}{where}, from one optimizer step to the next, "
+        f"median of {measured.steps}; {compiled}"
     )
 
 

@@ -48,12 +48,14 @@ class Measured:
         num_ranks: on how many ranks.
         steps: optimizer steps that were timed, those that compile left out.
         step: median seconds from one to the next; `None`: fewer than two were taken.
+        compile_seconds: of all compilations.
         peak_bytes: most bytes that the GPU's allocator held; `None` on CPUs.
     """
 
     num_ranks: int
     steps: int
     step: float | None
+    compile_seconds: float
     peak_bytes: int | None
 
 
@@ -225,7 +227,6 @@ def captured_of(
         tuple(dict.fromkeys([*ends, *failed(seen)])),
         tuple(recompiles(seen)),
         stopped,
-        sum(each.seconds for each in seen),
     )
 
 

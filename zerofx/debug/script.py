@@ -94,18 +94,20 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
             f"{script} trained nothing that a zerofx backend compiled",
             'compile the model with torch.compile(model, backend="zero3") and take a step or two',
         )
-    return Run(recorder, tuple(compilations(begin)), _measured(clock.seconds))
+    seen = compilations(begin)
+    return Run(recorder, tuple(seen), _measured(clock.seconds, seen))
 
 
 _ALONE = "run it without explain first; --debug shows where"
 
 
-def _measured(seconds: Sequence[float]) -> Measured:
+def _measured(seconds: Sequence[float], seen: Sequence[Compilation]) -> Measured:
     cuda = torch.cuda.is_available()
     return Measured(
         int(os.environ.get("WORLD_SIZE", 1)),
         len(seconds),
         statistics.median(seconds) if seconds else None,
+        sum(each.seconds for each in seen),
         torch.cuda.max_memory_allocated() if cuda else None,
     )
 
