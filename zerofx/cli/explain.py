@@ -61,6 +61,10 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     return Answer(as_data(found), tuple(f"{part}\n" for part in as_text(found)), ok=fits)
 
 
+def _asks_for_all(args: argparse.Namespace) -> bool:
+    return args.why is None and args.until is None
+
+
 def _refuse_misplaced(args: argparse.Namespace, is_script: bool) -> None:
     if args.why is not None and args.until is not None:
         raise ConfigError("--why and --until are two questions", "ask one at a time")
@@ -93,7 +97,15 @@ def _target(args: argparse.Namespace, progress: Progress) -> Explanation:
     with fake_mode():
         model = target.build()
         plain, named = target.inputs(batch, length)
-    return explain_model(model, plain, named, setting, name=target.text, say=progress.step)
+    return explain_model(
+        model,
+        plain,
+        named,
+        setting,
+        name=target.text,
+        changes=_asks_for_all(args),
+        say=progress.step,
+    )
 
 
 def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
@@ -113,6 +125,7 @@ def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
         captured_of(done.recorder.graphs, done.seen),
         done.recorder.training,
         measured=done.measured,
+        changes=_asks_for_all(args),
         say=progress.step,
     )
 

@@ -21,13 +21,14 @@ _MOST_PLACES = 4
 
 def as_text(found: Explanation) -> list[str]:
     """The screen, in paragraphs."""
-    return [
-        "\n".join(_head(found)),
-        "\n".join(_captured(found.captured)),
-        "\n".join(_step(found)),
-        "\n".join(_collectives(found.collectives)),
-        "\n".join(_changes(found.search)),
+    parts = [
+        _head(found),
+        _captured(found.captured),
+        _step(found),
+        _collectives(found.collectives),
+        _changes(found.search) if found.search is not None else (),
     ]
+    return [text for part in parts if (text := "\n".join(part))]
 
 
 def why_text(found: Sequence[Why]) -> str:
@@ -67,9 +68,15 @@ def as_data(found: Explanation) -> dict[str, Any]:
         "collectives": [
             {**dataclasses.asdict(each), "hidden": each.hidden} for each in found.collectives
         ],
-        "changes": [_change_data(each) for each in found.search.best],
-        "changes_tried": found.search.tried,
-        "changes_untried": dict(found.search.untried),
+        **(_search_data(found.search) if found.search is not None else {}),
+    }
+
+
+def _search_data(found: Search) -> dict[str, Any]:
+    return {
+        "changes": [_change_data(each) for each in found.best],
+        "changes_tried": found.tried,
+        "changes_untried": dict(found.untried),
     }
 
 

@@ -69,7 +69,7 @@ class Explanation:
         captured: graphs, breaks, recompiles.
         outcome: predicted time, memory and traffic of a step.
         collectives: of a step, in order.
-        search: the changes that would help most.
+        search: the changes that would help most; `None`: nobody asked for them.
         measured: what a script did; `None` for a model.
         texts: by region (`graph1/forward` from the second graph on), the program after each pass.
         reports: by region, the entry of `report.json`.
@@ -80,7 +80,7 @@ class Explanation:
     captured: Captured
     outcome: Outcome
     collectives: tuple[CollectiveTime, ...]
-    search: Search
+    search: Search | None
     measured: Measured | None
     texts: dict[str, dict[str, str]]
     reports: dict[str, dict[str, Any]]
@@ -118,6 +118,7 @@ def explain_model(
     setting: Setting,
     *,
     name: str = "",
+    changes: bool = True,
     say: Say = lambda what: None,
 ) -> Explanation:
     """Explain a plain model; it is copied to fake tensors, and neither run nor changed.
@@ -128,6 +129,7 @@ def explain_model(
         kwargs: likewise, by name.
         setting: options and machine.
         name: of the model; by default its class.
+        changes: whether to look for changes that would help.
         say: called with what begins.
 
     Raises:
@@ -157,7 +159,13 @@ def explain_model(
 
     captured = captured_of(records, seen, traced.stopped)
     return explanation_of(
-        name or type(model).__name__, setting, captured, records, retrace=retrace, say=say
+        name or type(model).__name__,
+        setting,
+        captured,
+        records,
+        retrace=retrace,
+        changes=changes,
+        say=say,
     )
 
 
@@ -169,6 +177,7 @@ def explanation_of(
     *,
     retrace: Retrace | None = None,
     measured: Measured | None = None,
+    changes: bool = True,
     say: Say = lambda what: None,
 ) -> Explanation:
     """Put together what is known.
@@ -180,6 +189,7 @@ def explanation_of(
         records: graphs with a backward, at least one.
         retrace: see `zerofx.debug.changes.search`.
         measured: what a script did.
+        changes: whether to look for changes that would help.
         say: called with what begins.
     """
     say("running the passes")
@@ -202,7 +212,7 @@ def explanation_of(
         captured,
         outcome,
         tuple(collective_times(programs, setting)),
-        search(outcome, programs, rehearsals, setting, retrace, say),
+        search(outcome, programs, rehearsals, setting, retrace, say) if changes else None,
         measured,
         texts,
         reports,
