@@ -11,7 +11,7 @@ from zerofx.torch_private import Compilation
 
 
 def compilation(recompiled: str = "", failure: str = "") -> Compilation:
-    return Compilation(0, "forward", __file__, 3, recompiled, failure, (__file__, 5), 0.5)
+    return Compilation("forward", __file__, 3, recompiled, failure, (__file__, 5), 0.5)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_figures_agree_with_each_other() -> None:
     found = explained()
     outcome, collectives = found.outcome, found.collectives
     assert sum(each.wire_bytes for each in collectives) == outcome.sent_bytes
+    assert len(collectives) == outcome.num_collectives
     assert sum(each.exposed for each in collectives) == pytest.approx(outcome.times.exposed)
     for each in collectives:
         assert 0 <= each.exposed <= each.seconds and each.hidden >= 0

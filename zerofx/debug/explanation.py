@@ -271,7 +271,8 @@ def _rehearsed(traced: _Traced, config: ZeroConfig) -> list[GraphRecord]:
     for module, values in traced.graphs:
         record = GraphRecord(module)
         records.append(record)
-        if any(id(value) in known for value in values):
+        trains = any(value.requires_grad for value in tensors_in(values))
+        if trains and any(id(value) in known for value in values):
             record.rehearsal = rehearse_graph(
                 module,
                 values,

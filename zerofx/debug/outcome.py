@@ -15,7 +15,7 @@ from zerofx.frontend.planner import Machine, resident_of, update_seconds
 from zerofx.frontend.rehearsal import Rehearsal, lay_out
 from zerofx.frontend.views import Programs, Times, gathered_before, sent_bytes, timelines
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import UNSHARD_START
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START
 from zerofx.ir.spec import ParamSpec
 from zerofx.ir.text import node_names
 
@@ -60,11 +60,6 @@ class CollectiveTime:
     seconds: float
     exposed: float
     begin: float
-
-    @property
-    def kind(self) -> str:
-        """`unshard` or `reduce`."""
-        return self.name.partition(".")[0]
 
     @property
     def hidden(self) -> float:
@@ -132,13 +127,15 @@ def outcome_of(
             (sum(held.values[piece] for piece in held.lasting), 0.0),
         )
         peak = forecast.peak(1)
-        peaks.append(dataclasses.replace(peak, activations=peak.activations + earlier))
+        if peak.phase != "optimizer step":
+            peak = dataclasses.replace(peak, activations=peak.activations + earlier)
+        peaks.append(peak)
         earlier += sum(held.values.values())
     return Outcome(
         Times(compute, total - compute, update),
         max(peaks, key=lambda peak: peak.total),
         sum(map(sent_bytes, programs)),
-        len([each for each in collective_times(programs, setting) if each.wire_bytes]),
+        sum(map(_num_sending, programs)),
     )
 
 
@@ -178,6 +175,12 @@ def kept_bytes(programs: Sequence[Programs]) -> int:
         for forward, _ in programs
         for start in forward.calls(UNSHARD_START)
     )
+
+
+def _num_sending(programs: Programs) -> int:
+    already = gathered_before(programs)
+    starts = [s for each in programs for s in each.calls(UNSHARD_START, REDUCE_START)]
+    return sum(start not in already and facts(start).wire_bytes > 0 for start in starts)
 
 
 def _all_params(rehearsals: Sequence[Rehearsal]) -> list[ParamSpec]:

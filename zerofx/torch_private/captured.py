@@ -17,8 +17,7 @@ class Compilation:
     """One attempt of Dynamo to compile a frame.
 
     Attributes:
-        frame: which frame of this process.
-        function: its name.
+        function: name of the frame.
         filename: where it is defined.
         line: its first one there.
         recompile_reason: the guard that failed, if another version existed.
@@ -27,7 +26,6 @@ class Compilation:
         seconds: that it took, backends included.
     """
 
-    frame: int
     function: str
     filename: str
     line: int
@@ -41,7 +39,6 @@ def compilations(since: float) -> list[Compilation]:
     """Those that began since a `time.time()`, oldest first; Dynamo remembers the last 64."""
     return [
         Compilation(
-            int(str(each.compile_id).partition("/")[0]) if each.compile_id else -1,
             each.co_name or "",
             each.co_filename or "",
             each.co_firstlineno or 0,
