@@ -109,7 +109,12 @@ def search(
         try:
             found.append(_try(each, base, setting, rehearsals, retrace))
         except (ZeroFxError, RuntimeError, TypeError) as error:
-            untried.append((f"{each.option}={each.value}", str(error).splitlines()[0]))
+            untried.append(
+                (
+                    f"{each.option}={each.value}",
+                    (str(error) or type(error).__name__).splitlines()[0],
+                )
+            )
     crowded = setting.memory_bytes is not None and base.peak.total > setting.memory_bytes
     by: Callable[[Change], float] = _memory if crowded else _worth
     useful = [c for c in found if (c.memory_gain > 0 if crowded else c.fits and c.worth > 0)]
