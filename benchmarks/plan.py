@@ -33,8 +33,7 @@ from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.planner import Machine, Planner
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_model
 from zerofx.frontend.segments import Segment, split
-from zerofx.ir.facts import facts
-from zerofx.ir.ops import KEEP, UNSHARD_START
+from zerofx.frontend.views import gathered_before
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.runtime import collectives
@@ -117,15 +116,10 @@ def _profiled(program: Program, programs: tuple[Program, Program], link: Link) -
             if piece.key not in times:
                 times[piece.key] = _segment_seconds(piece, run)
             seconds[piece.outputs[-1]] = times[piece.key]
-    kept = {facts(node).param for node in programs[0].calls(KEEP)} if backward else set[str]()
+    already = gathered_before(programs)
 
     def on_link(start: fx.Node) -> float:
-        members = facts(start).members
-        here = start.target is UNSHARD_START and all(name in kept for name in members)
-        resident = start.target is UNSHARD_START and any(
-            program.params[name].layout.resident for name in members
-        )
-        return 0.0 if here or (resident and backward) else link.seconds(start)
+        return 0.0 if start in already else link.seconds(start)
 
     return simulate(program, lambda node: seconds.get(node, 0.0), on_link).seconds
 
@@ -153,7 +147,7 @@ def _roofline() -> Roofline:
 def _link() -> Link:
     group = dist.group.WORLD
     assert group is not None
-    comm = make_comm(group, torch.device("cpu"))
+    comm = make_comm(group, torch.device("cpu"), dist.get_world_size())
 
     def gather(numel: int) -> float:
         full = torch.zeros(numel * comm.size)

@@ -15,7 +15,7 @@ _SCRIPT = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.S | re.M)
 _CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.S | re.M)
 
 
-@pytest.mark.parametrize("guide", ["passes.md"])
+@pytest.mark.parametrize("guide", ["explain.md", "passes.md"])
 def test_transcripts(guide: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / guide).read_text()
     for name, body in _SCRIPT.findall(text):

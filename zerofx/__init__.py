@@ -6,6 +6,7 @@ by name. Authors of passes find the vocabulary in `zerofx.passes`.
 
 from zerofx.api import (
     GradScaler,
+    explain,
     from_deepspeed,
     load_safetensors,
     meta_init,
@@ -27,6 +28,7 @@ __all__ = [
     "ZeroFxError",
     "after",
     "before",
+    "explain",
     "from_deepspeed",
     "load_safetensors",
     "meta_init",

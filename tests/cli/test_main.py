@@ -54,7 +54,15 @@ def test_errors_are_one_block_with_a_remedy(
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_option(shell: str) -> None:
     script = script_for(build_parser(), shell)
-    for word in ("plan", "completion", "--world-size", "--precision", "fp32 mixed"):
+    for word in (
+        "plan",
+        "completion",
+        "--world-size",
+        "--precision",
+        "fp32 mixed",
+        "explain",
+        "--why",
+    ):
         assert word in script
     assert ("bashcompinit" in script) == (shell == "zsh")
 

@@ -42,6 +42,13 @@ def test_traffic_is_that_of_the_paper(capsys: pytest.CaptureFixture[str]) -> Non
     assert 2.5 * share < plan["stages"]["3"]["sent_bytes"] < 3 * share
 
 
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_no_byte_is_waited_for_twice(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = _plan(capsys, "--latency", "0", "--link", "1GB/s", "--stage", stage)
+    found = plan["stages"][stage]
+    assert 0.5 < found["exposed_seconds"] / (found["sent_bytes"] / 1e9) <= 1.0 + 1e-9
+
+
 def test_the_largest_batch_is_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
     _, plan = _plan(capsys, "--memory", "80MB", "--stage", "3")
     most = plan["stages"]["3"]["largest_batch"]

@@ -70,6 +70,17 @@ def test_a_slow_link_is_the_bound() -> None:
     assert links == [(0.0, 10.0), (10.0, 20.0), (20.0, 30.0)]
 
 
+@pytest.mark.parametrize("link", [0.5, 1.0, 2.5, 10.0])
+def test_what_of_a_collective_is_exposed(link: float) -> None:
+    program = chain([4, 4, 4], reduced=True)
+    apply(program, Schedule())
+    found = run(program, link=link)
+    shares = [seconds for _, seconds in found.exposure()]
+    assert len(shares) == 6 and shares[0] == link, "nothing is computed before the first gather"
+    assert all(0 <= seconds <= link for seconds in shares)
+    assert sum(shares) == pytest.approx(found.seconds - found.compute_seconds)
+
+
 def test_peak_counts_gathered_values_until_their_free_and_others_until_their_last_reader() -> None:
     full, y = 4 * 3 * 8, 2 * 4 * 8
     assert run(chain([4, 4])).peak_bytes == full + y + VALUE

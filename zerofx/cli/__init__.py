@@ -1,6 +1,6 @@
 """The command `zerofx`: what can be known before, and besides, a run.
 
 Stands on top of all other folders. A subcommand is a file with `COMMAND`, listed in `main`.
-Modules: main, command, progress, completion, units, targets, plan, plan_text, diff,
-bench, checkpoint.
+Modules: main, command, progress, completion, units, targets, machine, plan, plan_text,
+explain, diff, checkpoint, bench.
 """

@@ -15,13 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
-from zerofx.cli import bench, checkpoint, completion, diff, plan
+from zerofx.cli import bench, checkpoint, completion, diff, explain, plan
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
 
 COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
+    explain.COMMAND,
     diff.COMMAND,
     checkpoint.COMMAND,
     bench.COMMAND,

@@ -4,73 +4,52 @@ from __future__ import annotations
 
 import argparse
 
-from zerofx.cli import units
 from zerofx.cli.command import Answer, Command
+from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_of
 from zerofx.cli.plan_text import Question, as_data, as_text, best_stage
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
 from zerofx.config import ZeroConfig
-from zerofx.cost.compute import Roofline
-from zerofx.cost.link import Link
 from zerofx.cost.memory import FP32_ADAM, MIXED_ADAM
-from zerofx.errors import ConfigError
-from zerofx.frontend.planner import Machine, Planner
+from zerofx.frontend.planner import Planner
 
 _PRECISIONS = {each.name: each for each in (FP32_ADAM, MIXED_ADAM)}
-_MOST_RANKS = 4096
+_MOST_BATCH = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    add_machine(parser)
     add = parser.add_argument
     add("target", help="package.module:factory(key=value), a config.json, or llama(key=value)")
-    add("--world-size", type=int, default=8, metavar="W", help="ranks (8)")
     add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
     add("--length", type=int, default=2048, metavar="S", help="S in --input (2048)")
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
-    add("--memory", type=units.size, metavar="SIZE", help="of a device, as 80GB: what fits?")
     add("--precision", choices=tuple(_PRECISIONS), default="fp32", help="fp32, or 16-bit with fp32")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="whose collectives (cuda)")
-    add("--flops", type=units.speed, default=400e12, help="of a device (400T)")
-    add("--bandwidth", type=units.rate, default=2e12, help="of its memory (2TB/s)")
-    add(
-        "--link",
-        type=units.rate,
-        default=25e9,
-        metavar="RATE",
-        help="a rank's, as 100gbit (25GB/s)",
-    )
-    add("--latency", type=float, default=20e-6, metavar="SECONDS", help="of a collective (20e-6)")
     add("--stage", type=int, choices=(0, 1, 2, 3), action="append", help="only these; repeatable")
     add("--whole", action="store_true", help="trace a deep model whole, not two depths of it")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Make the plan; a check fails if nothing fits into `--memory`."""
-    for name, least, most in (("world_size", 1, _MOST_RANKS), ("batch", 1, 1 << 20)):
-        value = getattr(args, name)
-        if not least <= value <= most:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} {value} is not allowed", f"use {least} to {most}")
+    num_ranks = num_ranks_of(args)
+    check_range("--batch", args.batch, _MOST_BATCH)
     target = find_target(args.target, args.input)
     precision = _PRECISIONS[args.precision]
-    machine = Machine(
-        args.device, Roofline(args.flops, args.bandwidth), Link(args.link, args.latency)
-    )
     planner = Planner(
         build=target.build,
         inputs=target.inputs,
         config=ZeroConfig(dump=""),
-        machine=machine,
+        machine=machine_of(args),
         precision=precision,
-        num_ranks=args.world_size,
+        num_ranks=num_ranks,
         batch=args.batch,
         length=args.length,
         whole=args.whole,
         say=progress.step,
     )
     plan = planner.plan(tuple(sorted(set(args.stage or (0, 1, 2, 3)))))
-    asked = Question(target.text, args.world_size, args.batch, args.length, args.memory, precision)
+    asked = Question(target.text, num_ranks, args.batch, args.length, args.memory, precision)
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
 

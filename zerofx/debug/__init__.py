@@ -1,1 +1,5 @@
-"""Looking at what was dumped. Reads files only; needs no model and no ranks. Modules: compare."""
+"""Looking at programs: dumped ones (compare), and those of a model or script (explanation).
+
+Needs no ranks. Modules: compare; captured, record, script: what a program does under Dynamo;
+outcome, changes, decisions: what is made of it, and what else could be; explanation, explain_text.
+"""

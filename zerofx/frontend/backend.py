@@ -23,6 +23,7 @@ from zerofx.frontend.roots import (
     refuse_late_casts,
     refuse_running_wrappers,
 )
+from zerofx.frontend.watch import watcher_of
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import refuse_changed, registered, with_registered
@@ -122,7 +123,8 @@ def _shard_and_compile(
         config = with_registered(dataclasses.replace(described.session.config, stage=stage))
         compiler = SegmentCompiler(config.inner, _patches(config, mode))
     _check_options(described, config)
-    compiled = Capture(config, described, compiler).compile(module, inputs)
+    watcher = watcher_of(module, described.session)
+    compiled = Capture(config, described, compiler, watcher=watcher).compile(module, inputs)
     return _with_same_passes(compiled) if described.session is not None else compiled
 
 

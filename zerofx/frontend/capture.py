@@ -19,6 +19,7 @@ from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.frontend.reads import read_whole, refuse_uses
+from zerofx.frontend.watch import GraphWatcher
 from zerofx.ir.cut import verify_cut
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import UNSHARD
@@ -42,6 +43,7 @@ class Capture:
         inputs: parameters and buffers among the graph's inputs.
         compiler: compiles segments.
         passes: by default those of `config`, or none for a graph without parameters.
+        watcher: who wants to know of the programs besides those whom `config` names.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Capture:
         inputs: GraphInputs,
         compiler: SegmentCompiler,
         passes: tuple[Pass, ...] | None = None,
+        watcher: GraphWatcher | None = None,
     ) -> None:
         self.config = config
         # Programs outlive models in Dynamo's cache, and must not keep their memory.
@@ -63,7 +66,9 @@ class Capture:
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
-        self._dump = dump_for(config.dump, next(_numbers), self.passes)
+        self._watcher = watcher
+        readers = [watcher] if watcher else []
+        self._dump = dump_for(config.dump, next(_numbers), self.passes, readers)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
@@ -113,8 +118,10 @@ class Capture:
             )
             verify_cut(whole, *halves)
         annotate_saved(forward.graph, backward.graph, num_fwd_outputs)
-        reads = self._program(backward, Region.BACKWARD).calls(UNSHARD)
-        self._read_later = frozenset(facts(node).param for node in reads)
+        later = self._program(backward, Region.BACKWARD)
+        self._read_later = frozenset(facts(node).param for node in later.calls(UNSHARD))
+        if self._watcher is not None:
+            self._watcher.cut(self._program(forward, Region.FORWARD), later)
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

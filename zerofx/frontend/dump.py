@@ -106,22 +106,25 @@ class Dump:
         self._texts[region], self._names[region] = text, node_names(program)
 
 
-def dump_for(folder: str, number: int, passes: Sequence[Pass]) -> Dump | None:
+def dump_for(
+    folder: str, number: int, passes: Sequence[Pass], readers: Sequence[Reader] = ()
+) -> Dump | None:
     """The observer for whoever wants to know; `None` if nobody does.
 
     Args:
         folder: into which rank 0 writes; empty for none.
         number: which Dynamo graph of this process.
         passes: the pipeline.
+        readers: who else wants to know.
     """
-    readers: list[Reader] = []
+    told = list(readers)
     if folder and (not dist.is_initialized() or dist.get_rank() == 0):
-        readers.append(_Folder(Path(folder) / f"graph{number}"))
+        told.append(_Folder(Path(folder) / f"graph{number}"))
     if is_tracing():
-        readers.append(_Trace())
+        told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):
-        readers.append(_Log())
-    return Dump(number, passes, readers) if readers and passes else None
+        told.append(_Log())
+    return Dump(number, passes, told) if told and passes else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx.errors import UnsupportedError
-from zerofx.torch_private import fake_mode, trace_apart
+from zerofx.torch_private import FakeMode, fake_mode, trace_apart
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """A partition function of AOTAutograd."""
@@ -63,6 +64,40 @@ def dynamo_graph(
             f"the forward of {type(model).__name__} computes nothing", "give it parameters to use"
         )
     return found[0]
+
+
+def dynamo_graphs(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mode: FakeMode
+) -> tuple[list[tuple[fx.GraphModule, list[Any]]], str]:
+    """All of Dynamo's graphs of a call on fake tensors, each with its inputs.
+
+    Args:
+        model: with fake parameters.
+        args: fake inputs.
+        kwargs: likewise, by name.
+        mode: that made them.
+
+    Returns:
+        The graphs, and why the call ended before its end: between graphs Python runs, and it may
+        want values; empty if it did not.
+    """
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append((module, inputs))
+        return module.forward
+
+    torch.compiler.reset()
+    try:
+        with mode, warnings.catch_warnings():
+            # Dynamo looks at .grad of what one graph hands to the next.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
+    except Exception as error:
+        return found, _reason(error)
+    finally:
+        torch.compiler.reset()
+    return found, ""
 
 
 def cut_apart(

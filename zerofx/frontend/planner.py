@@ -55,6 +55,10 @@ class Machine:
         return Transport(algorithms_for(backend, self.device, 2, 2), recycles=self.device == "cpu")
 
 
+DATACENTER_GPU = Machine("cuda", Roofline(400e12, 2e12), Link(25e9, 20e-6))
+"""What is assumed of a machine that nobody describes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
     """One stage.
@@ -214,11 +218,7 @@ class Planner:
             # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
             resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
-        # Its step reads values, gradients and state, and writes values and state.
-        held = resident.states
-        shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
-        moved = 2 * (shards + held.optimizer) + held.grads
-        update = moved / self.machine.roofline.bytes_per_second
+        update = update_seconds(laid, resident, self.machine.roofline)
         times = dataclasses.replace(view.times, update=update)
         return StagePlan(stage, forecast, times, round(view.sent_bytes))
 
@@ -239,6 +239,13 @@ def resident_of(
     step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
     keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
     return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
+
+
+def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:
+    """Time of the optimizer's step: it reads values, gradients and state, and writes two."""
+    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
+    moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
+    return moved / roofline.bytes_per_second
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

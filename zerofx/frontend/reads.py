@@ -100,7 +100,8 @@ def read_plain(module: fx.GraphModule, params: dict[int, ParamSpec]) -> fx.Graph
             # gradient when it gets to the marker.
             for reader in [user for user in node.users if not is_checkpoint_call(user)]:
                 with graph.inserting_before(reader):
-                    full = graph.call_function(UNSHARD, (node, spec.shape, spec.layout.handle))
+                    args = (node, spec.shape, spec.layout.handle, spec.cast)
+                    full = graph.call_function(UNSHARD, args)
                 reader.replace_input_with(node, full)
         assert graph.owning_module is not None
         graph.owning_module.recompile()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from zerofx.config import Inner, ZeroConfig
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs
 from zerofx.frontend.capture import Capture
+from zerofx.frontend.dump import Dump, Reader
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.reads import read_plain
+from zerofx.frontend.watch import GraphWatcher
+from zerofx.ir.facts import facts, set_facts
+from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
@@ -52,22 +56,31 @@ class Rehearsal:
     device: torch.device
     inner: Inner
 
-    def programs(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
+    def programs(
+        self, config: ZeroConfig, num_ranks: int, readers: Sequence[Reader] = ()
+    ) -> tuple[Program, Program]:
         """Forward and backward as they would run.
 
         Args:
             config: stage and options; `inner` is that of the rehearsal.
             num_ranks: W.
+            readers: are told what each pass does.
         """
         params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
         passes = pipeline(config, _WHOLE)
+        dump = Dump(0, passes, readers) if readers else None
         made: list[Program] = []
         for half in (self.forward, self.backward):
             used = {name: params[name] for name in half.params}
             module = copy_module(half.module)
+            _relay(module, used)
             program = dataclasses.replace(half, module=module, params=used, stage=config.stage)
-            run_passes(program, passes, check=False)
             made.append(program)
+            if dump is not None:
+                dump.begin(program)
+            run_passes(program, passes, check=False, observer=dump)
+            if dump is not None:
+                dump.end(program)
         return made[0], made[1]
 
 
@@ -88,8 +101,13 @@ def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> 
     ]
 
 
-def describe_params(model: nn.Module) -> tuple[ParamSpec, ...]:
-    """The parameters of a plain model, in registration order."""
+def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[ParamSpec, ...]:
+    """The parameters of a plain model, in registration order.
+
+    Args:
+        model: the model.
+        cast: dtype of their full values, if it is not their own.
+    """
     alone = Layout(_SHARDED, 2, 1, resident=False)
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -103,6 +121,7 @@ def describe_params(model: nn.Module) -> tuple[ParamSpec, ...]:
             param.requires_grad,
             alone,
             tuple(names[id(param)][1:]),
+            cast=cast if cast is not None and param.dtype is not cast else None,
         )
         for index, param in enumerate(model.parameters())
     )
@@ -131,7 +150,13 @@ def rehearse_model(
 
 
 def rehearse_graph(
-    module: fx.GraphModule, inputs: Sequence[Any], root: nn.Module, *, inner: Inner
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    root: nn.Module,
+    *,
+    inner: Inner,
+    cast: torch.dtype | None = None,
+    watcher: GraphWatcher | None = None,
 ) -> Rehearsal:
     """Trace Dynamo's graph of a plain model on fake tensors; the graph is left as it is.
 
@@ -140,8 +165,10 @@ def rehearse_graph(
         inputs: its inputs, real or fake; parameters are plain.
         root: the model that owns the parameters.
         inner: `inductor` or `eager`.
+        cast: dtype of full values and of floating-point inputs, as `param_dtype` asks for.
+        watcher: is told of the programs.
     """
-    specs = describe_params(root)
+    specs = describe_params(root, cast)
     spec_of = dict(zip(map(id, root.parameters()), specs, strict=True))
     params = {place: spec_of[id(v)] for place, v in enumerate(inputs) if id(v) in spec_of}
     owned = {id(buffer): name for name, buffer in root.named_buffers()}
@@ -149,10 +176,32 @@ def rehearse_graph(
     held = sum(math.prod(b.shape) * b.dtype.itemsize for b in root.buffers())
     config = ZeroConfig(inner=inner, verify=False, dump="")
     known = GraphInputs(params, buffers, ())
-    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE))
+    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE), watcher)
+    if cast is not None:
+        inputs = [v if p in (*params, *buffers) else _cast(v, cast) for p, v in enumerate(inputs)]
     forward, backward = capture.cut(read_plain(module, params), inputs)
     device = next(root.parameters()).device
     return Rehearsal(forward, backward, specs, held, device, inner)
+
+
+def _relay(module: fx.GraphModule, params: Mapping[str, ParamSpec]) -> None:
+    """Let the nodes of a traced program say how their parameters lie now."""
+    for node in module.graph.nodes:
+        record = facts(node)
+        if record.param not in params:
+            continue
+        layout = params[record.param].layout
+        if record.layout:
+            set_facts(node, dataclasses.replace(record, layout=layout.name))
+        if is_call(node, UNSHARD, REDUCE_GRAD):
+            node.update_arg(2, layout.handle)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """As `zerofx.sharding.casts` does with inputs of the model."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
 def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
@@ -167,5 +216,7 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
             "choose a divisor of the world size",
         )
     shards = num_ranks // replicas if config.stage > 0 else 1
-    sharded = Layout(_SHARDED, shards, num_ranks // shards, config.stage in (1, 2))
-    return Layout(_WHOLE, 1, num_ranks, False), sharded
+    wire = config.reduce_dtype
+    resident = config.stage in (1, 2)
+    sharded = Layout(_SHARDED, shards, num_ranks // shards, resident, reduce_dtype=wire)
+    return Layout(_WHOLE, 1, num_ranks, False, reduce_dtype=wire), sharded

@@ -15,7 +15,7 @@ from zerofx.cost.liveness import Curve, Held, Transport, held_after, live_bytes
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START
 from zerofx.ir.program import Program
-from zerofx.sim.timeline import simulate
+from zerofx.sim.timeline import Timeline, simulate
 
 Programs = tuple[Program, Program]
 """Forward and backward."""
@@ -137,20 +137,46 @@ def sent_bytes(programs: Programs) -> int:
 
     A resident copy is gathered once a step, although forward and backward both ask for it.
     """
+    already = gathered_before(programs)
+    return sum(
+        facts(start).wire_bytes
+        for program in programs
+        for start in program.calls(UNSHARD_START, REDUCE_START)
+        if start not in already
+    )
+
+
+def gathered_before(programs: Programs) -> set[fx.Node]:
+    """Gathers of backward that send nothing: forward kept the values, or they are resident."""
     forward, backward = programs
     kept = {facts(node).param for node in forward.calls(KEEP)}
-    total = 0
-    for program in programs:
-        for start in program.calls(UNSHARD_START, REDUCE_START):
-            specs = [
-                program.params[name] for name in facts(start).members if name in program.params
-            ]
-            if start.target is UNSHARD_START and program is backward:
-                resident = any(spec.layout.resident for spec in specs)
-                if resident or (specs and all(spec.name in kept for spec in specs)):
-                    continue
-            total += facts(start).wire_bytes
-    return total
+    out: set[fx.Node] = set()
+    for start in backward.calls(UNSHARD_START):
+        names = [name for name in facts(start).members if name in backward.params]
+        resident = any(backward.params[name].layout.resident for name in names)
+        if resident or (names and kept.issuperset(names)):
+            out.add(start)
+    return out
+
+
+def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Timeline, Timeline]:
+    """Forward and backward in simulated time.
+
+    Args:
+        programs: after all passes.
+        machine: where they will run.
+        fused: whether kernels are fused, as Inductor does.
+    """
+    already = gathered_before(programs)
+
+    def link(start: fx.Node) -> float:
+        return 0.0 if start in already else machine.link.seconds(start)
+
+    forward, backward = (
+        simulate(program, _Kernels(program, machine.roofline, fused).seconds, link)
+        for program in programs
+    )
+    return forward, backward
 
 
 def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curve, Curve, Held]:
@@ -164,22 +190,9 @@ def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curv
 
 
 def _times(programs: Programs, machine: Machine, fused: bool) -> Times:
-    kept = {facts(node).param for node in programs[0].calls(KEEP)}
-    compute = exposed = 0.0
-    for program in programs:
-        again = kept if program is programs[1] else set[str]()
-
-        def link(start: fx.Node, again: set[str] = again) -> float:
-            members = facts(start).members
-            here = start.target is UNSHARD_START and all(name in again for name in members)
-            return 0.0 if here else machine.link.seconds(start)
-
-        kernels = _Kernels(program, machine.roofline, fused)
-        timeline = simulate(program, kernels.seconds, link)
-        busy = sum(s.end - s.begin for s in timeline.spans if s.stream == "compute")
-        compute += busy
-        exposed += timeline.seconds - busy
-    return Times(compute, exposed)
+    both = timelines(programs, machine, fused=fused)
+    compute = sum(each.compute_seconds for each in both)
+    return Times(compute, sum(each.seconds for each in both) - compute)
 
 
 class _Kernels:

@@ -8,6 +8,7 @@ last reader, gathered values with their free.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 from torch import fx
@@ -70,6 +71,30 @@ class Timeline:
     def exposed_seconds(self) -> float:
         """Time in which nothing is computed."""
         return sum(seconds for _, seconds in self.exposed)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time of all kernels."""
+        return sum(span.end - span.begin for span in self.spans if span.stream == "compute")
+
+    def exposure(self) -> list[tuple[Span, float]]:
+        """Each collective, and how long of it nothing was computed; the rest is hidden."""
+        kernels = [
+            span for span in self.spans if span.stream == "compute" and span.end > span.begin
+        ]
+        out: list[tuple[Span, float]] = []
+        first = 0
+        for span in (each for each in self.spans if each.stream == "link"):
+            # Both streams run in order: what ended before this collective began is over for good.
+            while first < len(kernels) and kernels[first].end <= span.begin:
+                first += 1
+            hidden = 0.0
+            for kernel in itertools.islice(kernels, first, None):
+                if kernel.begin >= span.end:
+                    break
+                hidden += min(kernel.end, span.end) - max(kernel.begin, span.begin)
+            out.append((span, max(0.0, span.end - span.begin - hidden)))
+        return out
 
     @property
     def busy_seconds(self) -> float:

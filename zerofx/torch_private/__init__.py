@@ -1,9 +1,15 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: compiler, distributed, tensors.
+Modules: captured, compiler, distributed, tensors.
 """
 
+from zerofx.torch_private.captured import (
+    Compilation,
+    compilations,
+    frame_being_compiled,
+    why_graph_ends,
+)
 from zerofx.torch_private.compiler import (
     compile_for_sizes,
     compile_with_inductor,
@@ -34,9 +40,11 @@ from zerofx.torch_private.distributed import (
 )
 from zerofx.torch_private.tensors import (
     DispatchMode,
+    FakeMode,
     backward_id,
     below_transforms,
     call_after_backward,
+    fake_copy,
     fake_mode,
     fake_mode_of,
     inside_transform,
@@ -52,18 +60,23 @@ from zerofx.torch_private.tensors import (
 )
 
 __all__ = [
+    "Compilation",
     "DispatchMode",
+    "FakeMode",
     "all_gather_flat",
     "backend_of",
     "backward_id",
     "below_transforms",
     "call_after_backward",
+    "compilations",
     "compile_for_sizes",
     "compile_with_inductor",
     "default_store",
     "dynamo_input_of",
+    "fake_copy",
     "fake_mode",
     "fake_mode_of",
+    "frame_being_compiled",
     "inductor_joint_passes",
     "inductor_options_of_mode",
     "inside_transform",
@@ -91,5 +104,6 @@ __all__ = [
     "trace_apart",
     "trace_artifact",
     "unwrap_compiled",
+    "why_graph_ends",
     "with_local",
 ]

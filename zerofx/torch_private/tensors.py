@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
@@ -17,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
+
+FakeMode = FakeTensorMode
+"""Makes tensors without memory."""
 
 
 def backward_id() -> int:
@@ -78,6 +83,12 @@ def symbols_of(value: Any) -> list[str]:
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and devices, and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
+    """A deep copy, of a model for example, whose tensors are fake; tied ones stay tied."""
+    with FakeCopyMode(mode):
+        return copy.deepcopy(value)
 
 
 def num_references(storage: torch.UntypedStorage) -> int:

@@ -1,0 +1,113 @@
+"""`zerofx explain` of scripts: alone, under torchrun, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerofx.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "tests" / "debug" / "trained.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def explain(*arguments: str, ranks: bool = False) -> subprocess.CompletedProcess[str]:
+    """The command in processes of its own: scripts make and leave process groups."""
+    command = [sys.executable, *(TORCHRUN if ranks else []), "-m", "zerofx", "explain"]
+    return subprocess.run(
+        [*command, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_a_script_without_torchrun() -> None:
+    done = explain("--world-size", "4", "--link", "1GB/s", "--json", SCRIPT, "5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)  # what the script prints is not in the way
+    assert "between two graphs" in done.stderr
+    assert found["stage"] == 3 and found["world_size"] == 4 and found["device"] == "cpu"
+    captured = found["captured"]
+    assert captured["graphs"] == 4 and captured["training"] == 4
+    assert captured["breaks"][0]["place"]["code"] == 'print("between two graphs")'
+    sizes = [each for each in captured["recompiles"] if "expected 4, actual 5" in each["reason"]]
+    assert len(sizes) == 2 and all("mark_dynamic" in each["remedy"] for each in sizes)
+    # Four steps follow the first; the last one compiles anew.
+    assert found["measured"]["num_ranks"] == 1 and found["measured"]["steps"] == 3
+    assert found["measured"]["step"] > 0
+    assert sum(each["wire_bytes"] for each in found["collectives"]) == found["sent_bytes"] > 0
+    assert found["changes_tried"] > 5 and found["changes_untried"]
+
+
+def test_under_torchrun_one_rank_prints() -> None:
+    done = explain(SCRIPT, "3", ranks=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("captured") == 1
+    assert done.stdout.startswith("trained.py: zero3 on 2 ranks (cpu)")
+    assert "on 1 rank here" not in done.stdout and "measured" in done.stdout
+
+
+TARGET = ["explain", "--batch", "2", "--length", "4", "--input", "float32[B,64]"]
+MODEL = "tests.debug.trained:Net(depth=1)"
+
+
+def test_a_target_why_and_until(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TARGET, "--why", "unshard.blocks.0", MODEL]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("forward, line ") and "+ fuse_unshards" in printed
+    assert main([*TARGET, "--until", "insert_frees", "--json", MODEL]) == 0
+    texts = json.loads(capsys.readouterr().out)
+    assert "free(full.blocks.0.up.weight" in texts["forward"]
+
+
+def test_a_check_that_fails_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TARGET, "--memory", "1kB", MODEL]) == 1
+    assert "too much for 1.00 kB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["none.py"], "none.py does not exist"),
+        (["--stage", "2", SCRIPT], "--stage is for a TARGET"),
+        (["--why", "a", "--until", "b", SCRIPT], "two questions"),
+        ([MODEL, "more"], "put options before it"),
+        (["--world-size", "0", MODEL], "--world-size 0 is not allowed"),
+        (["no.such.module:Model"], "cannot be imported"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_refused(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *argv]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("zerofx explain: ") and said in text and "Remedy: " in text
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("x = 1\n", "trained nothing that a zerofx backend compiled"),
+        ("x = 1\nraise KeyError('oh')\n", "failed at {path}:2: KeyError: 'oh'"),
+        ("import sys\nsys.exit(3)\n", "left with 3"),
+    ],
+    ids=["nothing", "raises", "exits"],
+)
+def test_scripts_that_do_not_train(
+    body: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(body)
+    before = dict(os.environ), list(sys.argv), list(sys.path)
+    assert main(["explain", str(path)]) == 1
+    assert said.format(path=path) in capsys.readouterr().err
+    assert (dict(os.environ), sys.argv, sys.path) == before

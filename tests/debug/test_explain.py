@@ -1,0 +1,191 @@
+"""`zerofx.explain`: its figures are those of the program, and change when the program does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.debug.trained import Net
+from zerofx.cost.compute import Roofline
+from zerofx.cost.link import Link
+from zerofx.debug.changes import Search
+from zerofx.debug.explain_text import as_data, as_text
+from zerofx.debug.explanation import Explanation
+from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.frontend.planner import Machine
+
+MACHINE = Machine("cpu", Roofline(50e9, 10e9), Link(10e9, 20e-6))
+
+
+@functools.cache
+def explained(depth: int = 2, link: float = 10e9, **options: Any) -> Explanation:
+    machine = dataclasses.replace(MACHINE, link=Link(link, 20e-6))
+    config = zerofx.ZeroConfig(inner="eager", dump="", **options)
+    x = torch.zeros(4, 64)
+    return zerofx.explain(Net(depth), x, config=config, world_size=4, machine=machine)
+
+
+def searched(found: Explanation) -> Search:
+    assert found.search is not None
+    return found.search
+
+
+def rows(found: Explanation) -> dict[str, str]:
+    """The screen by the first word of its rows; collectives and changes each as one."""
+    head, captured, step, collectives, changes = as_text(found)
+    lines = step.splitlines()
+    named = {line.split()[0]: line for line in lines if not line.startswith(" ")}
+    parts = next(line for line in lines if "in flight" in line)
+    return {
+        "head": head,
+        "captured": captured,
+        "collectives": collectives,
+        "changes": changes,
+        "parts": parts,
+        **named,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"bucket_bytes": 0}, {"head", "captured"}),
+        ({"link": 1e9}, {"captured", "peak", "parts", "sent"}),
+        ({"depth": 3}, {"head"}),
+        ({"stage": 1}, {"captured"}),
+    ],
+    ids=str,
+)
+def test_every_figure_changes_with_the_program(changed: dict[str, Any], same: set[str]) -> None:
+    before, after = rows(explained()), rows(explained(**changed))
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] == after[name]} == same
+
+
+def test_figures_agree_with_each_other() -> None:
+    found = explained()
+    outcome, collectives = found.outcome, found.collectives
+    assert sum(each.wire_bytes for each in collectives) == outcome.sent_bytes
+    assert len(collectives) == outcome.num_collectives
+    assert sum(each.exposed for each in collectives) == pytest.approx(outcome.times.exposed)
+    for each in collectives:
+        assert 0 <= each.exposed <= each.seconds and each.hidden >= 0
+        assert each.seconds == pytest.approx(20e-6 + each.wire_bytes / 10e9)
+    data = as_data(found)
+    assert data["step_seconds"] == outcome.times.step and data["peak_bytes"] == outcome.peak.total
+    assert sum(outcome.peak.__dict__[part] for part in ("params", "grads", "optimizer")) > 0
+
+
+def test_changes_are_planned_and_their_gains_are_those_of_their_programs() -> None:
+    found = explained(link=1e9)
+    best = {change.option: change for change in searched(found).best}
+    assert 0 < len(best) <= 3 and searched(found).tried > 10
+    gains = [change.worth for change in searched(found).best]
+    assert gains == sorted(gains, reverse=True) and gains[-1] > 0
+    assert "bucket_bytes" in best, "a latency of 20 µs for small buckets"
+    size = int(best["bucket_bytes"].value)
+    really = explained(link=1e9, bucket_bytes=size).outcome
+    assert really.times.step == best["bucket_bytes"].seconds
+    assert really.peak == best["bucket_bytes"].outcome.peak
+
+
+def test_memory_rules_out_what_does_not_fit() -> None:
+    x, config = torch.zeros(4, 64), zerofx.ZeroConfig(inner="eager", dump="")
+    peak = explained().outcome.peak.total
+    ask = functools.partial(zerofx.explain, Net(), x, config=config, world_size=4, machine=MACHINE)
+    tight = ask(memory_bytes=peak)
+    assert all(c.outcome.peak.total <= peak for c in searched(tight).best)
+    crowded = ask(memory_bytes=peak // 2)
+    assert "too much for" in str(crowded)
+    freed = [change.memory_gain for change in searched(crowded).best]
+    assert freed == sorted(freed, reverse=True) and freed[-1] > 0
+
+
+def test_a_cast_of_parameters_halves_what_is_sent() -> None:
+    half = explained(param_dtype=torch.bfloat16)
+    assert half.outcome.sent_bytes == explained().outcome.sent_bytes / 2
+    assert "param_dtype" not in {change.option for change in searched(half).best}
+
+
+def test_the_model_is_neither_run_nor_changed() -> None:
+    class Counts(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.compiler.is_compiling()
+            return super().forward(x)
+
+    model = Counts()
+    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+    zerofx.explain(model, torch.zeros(4, 64), config=zerofx.ZeroConfig(inner="eager"))
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
+        assert param.grad is None
+
+
+def test_breaks_name_the_line_and_the_remedy() -> None:
+    config = zerofx.ZeroConfig(inner="eager", dump="")
+    found = zerofx.explain(Net(talks=True), torch.zeros(4, 64), config=config)
+    assert len(found.captured.breaks) == 1, found.captured.breaks
+    found_break = found.captured.breaks[0]
+    assert found.captured.graphs == found.captured.training == 2
+    assert found_break.place.code == 'print("between two graphs")'
+    assert found_break.place.file.endswith("tests/debug/trained.py")
+    assert "print" in found_break.reason and "reorderable_logging" in found_break.remedy
+    # Both graphs count: nothing of the model is lost to the break.
+    whole = zerofx.explain(Net(), torch.zeros(4, 64), config=config)
+    assert found.outcome.sent_bytes >= whole.outcome.sent_bytes
+    assert {each.graph for each in found.collectives} == {0, 1}
+
+
+def test_a_branch_on_values_ends_the_rehearsal() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            if y.sum() > 0:
+                y = y * 2
+            return self.two(y).sum()
+
+    config = zerofx.ZeroConfig(inner="eager", dump="")
+    found = zerofx.explain(Branches(), torch.zeros(4, 64), config=config)
+    assert found.captured.stopped and "torch.where" in found.captured.breaks[0].remedy
+    assert "wants more than shapes" in str(found)
+
+
+def test_why_and_until() -> None:
+    found = explained(depth=3)
+    (forward, backward) = found.why("unshard.blocks.1")
+    assert (forward.region, backward.region) == ("forward", "backward")
+    by_pass = {each.by: each for each in forward.decisions}
+    assert "blocks.2" in by_pass["fuse_unshards"].text and by_pass["fuse_unshards"].taken
+    assert "budget" in by_pass["keep_unsharded"].text and not by_pass["keep_unsharded"].taken
+    assert {each.by for each in backward.decisions} == {"fuse_unshards", "schedule"}
+    last = {each.by: each for each in found.why("unshard.blocks.2")[0].decisions if not each.taken}
+    assert "over the budget" in last["schedule"].text
+    (kept,) = found.why("keep.blocks.2.up.weight")
+    assert any(each.text.startswith("kept: ") and each.taken for each in kept.decisions)
+    assert [each.region for each in found.why("backward:unshard.blocks.1")] == ["backward"]
+    until = found.until("insert_unshards")
+    assert until["forward"] != found.until("fuse_unshards")["forward"]
+    assert "# wire=" in until["forward"] and "shard4" in until["forward"]
+    assert list(found.until("merge_unshards")) == ["joint"]
+
+
+def test_questions_about_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'unshard\.blocks\.0'"):
+        explained().why("unshard.block.0")
+    with pytest.raises(ConfigError, match="keep_unsharded"):
+        explained().until("bucketing")
+    frozen = Net().requires_grad_(False)
+    with pytest.raises(UnsupportedError, match="no backward"):
+        zerofx.explain(frozen, torch.zeros(4, 64))

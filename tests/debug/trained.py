@@ -1,0 +1,60 @@
+"""A model of equal blocks, and a script that trains it: `python trained.py STEPS`.
+
+Its forward prints between two blocks, which is a graph break, and its last batch is larger.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+OPTIONS = {"inner": "eager"}
+
+
+class Block(nn.Module):
+    """Two layers beside the stream they read."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    """`depth` blocks; talkative ones print behind them."""
+
+    def __init__(self, depth: int = 2, width: int = 64, talks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+        self.talks = talks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if self.talks:
+            print("between two graphs")
+        return self.head(x).square().mean()
+
+
+def main() -> None:
+    """Train."""
+    dist.init_process_group("gloo")
+    model = Net(talks=True)
+    step = torch.compile(model, backend="zero3", options=OPTIONS, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = int(sys.argv[1])
+    for number in range(steps):
+        step(torch.randn(5 if number == steps - 1 else 4, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""`zerofx explain`: what became of a script, or of a model, on one screen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import cast
+
+from zerofx.cli.command import Answer, Command
+from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_of
+from zerofx.cli.progress import Progress
+from zerofx.cli.targets import find_target
+from zerofx.config import Stage, ZeroConfig
+from zerofx.cost.link import Link
+from zerofx.debug.explain_text import as_data, as_text, why_data, why_text
+from zerofx.debug.explanation import Explanation, captured_of, explain_model, explanation_of
+from zerofx.debug.outcome import Setting
+from zerofx.debug.script import run_script
+from zerofx.errors import ConfigError
+from zerofx.frontend.planner import DATACENTER_GPU, Machine
+from zerofx.runtime.session import Session
+from zerofx.runtime.speed import measure_roofline
+from zerofx.torch_private import fake_mode
+
+_RANKS = 8
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_machine(parser)
+    add = parser.add_argument
+    add("--why", metavar="NODE", help="why a node stands where it does, as unshard.layers.3")
+    add("--until", metavar="PASS", help="the programs after this pass")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="of a TARGET (3)")
+    add("--batch", type=int, metavar="B", help="micro-batch size of a TARGET (2)")
+    add("--length", type=int, metavar="S", help="S in --input (128)")
+    add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
+    add("script", help="a .py file to run and watch; or a TARGET, as for zerofx plan")
+    add("args", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def run(args: argparse.Namespace, progress: Progress) -> Answer:
+    """Explain; a check fails if the programs do not fit into `--memory`."""
+    is_script = args.script.endswith(".py")
+    _refuse_misplaced(args, is_script)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever the user's code prints
+        found = (_script if is_script else _target)(args, progress)
+    if int(os.environ.get("RANK", 0)):
+        return Answer(None, (), silent=True)
+    if args.why is not None:
+        asked = found.why(args.why)
+        return Answer(why_data(asked), (why_text(asked),))
+    if args.until is not None:
+        texts = found.until(args.until)
+        return Answer(texts, tuple(text.rstrip("\n") + "\n" for text in texts.values()))
+    room = args.memory
+    fits = room is None or found.outcome.peak.total <= room
+    return Answer(as_data(found), tuple(f"{part}\n" for part in as_text(found)), ok=fits)
+
+
+def _asks_for_all(args: argparse.Namespace) -> bool:
+    return args.why is None and args.until is None
+
+
+def _refuse_misplaced(args: argparse.Namespace, is_script: bool) -> None:
+    if args.why is not None and args.until is not None:
+        raise ConfigError("--why and --until are two questions", "ask one at a time")
+    if is_script:
+        given = [name for name in ("stage", "batch", "length") if getattr(args, name) is not None]
+        if given or args.input:
+            name = given[0] if given else "input"
+            raise ConfigError(
+                f"--{name} is for a TARGET; a script chooses for itself",
+                "put the script's own arguments behind its name",
+            )
+        if not Path(args.script).is_file():
+            raise ConfigError(f"{args.script} does not exist", "name a Python file, or a TARGET")
+    elif args.args:
+        raise ConfigError(
+            f"{args.args[0]!r} follows a TARGET, which takes no arguments",
+            "put options before it",
+        )
+
+
+def _target(args: argparse.Namespace, progress: Progress) -> Explanation:
+    target = find_target(args.script, args.input)
+    batch = 2 if args.batch is None else args.batch
+    length = 128 if args.length is None else args.length
+    check_range("--batch", batch, 1 << 20)
+    stage = cast(Stage, 3 if args.stage is None else args.stage)
+    setting = Setting(
+        ZeroConfig(stage=stage, dump=""), num_ranks_of(args, _RANKS), machine_of(args), args.memory
+    )
+    with fake_mode():
+        model = target.build()
+        plain, named = target.inputs(batch, length)
+    return explain_model(
+        model,
+        plain,
+        named,
+        setting,
+        name=target.text,
+        changes=_asks_for_all(args),
+        say=progress.step,
+    )
+
+
+def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
+    path = Path(args.script)
+    progress.step(f"running {path.name}")
+    done = run_script(path, args.args)
+    session = done.recorder.session
+    assert session is not None
+    ranks = done.measured.num_ranks
+    machine = machine_of(args, _machine_here(session))
+    setting = Setting(
+        session.config, num_ranks_of(args, ranks if ranks > 1 else _RANKS), machine, args.memory
+    )
+    return explanation_of(
+        path.name,
+        setting,
+        captured_of(done.recorder.graphs, done.seen),
+        done.recorder.training,
+        measured=done.measured,
+        changes=_asks_for_all(args),
+        say=progress.step,
+    )
+
+
+def _machine_here(session: Session) -> Machine:
+    """This device, measured; the link as `zerofx bench comm` measured it, if it did."""
+    link, table = DATACENTER_GPU.link, session.network.table
+    if table is not None:
+        cost = table.best("all_gather", 4 << 20)
+        link = Link(1 / max(cost.beta, 1e-15), cost.alpha)
+    return Machine(session.device.type, measure_roofline(session.device), link)
+
+
+COMMAND = Command(
+    "explain", "what became of a script or model, and what would help", configure, run
+)

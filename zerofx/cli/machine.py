@@ -1,0 +1,55 @@
+"""Options that say where a model will train."""
+
+from __future__ import annotations
+
+import argparse
+
+from zerofx.cli import units
+from zerofx.cost.compute import Roofline
+from zerofx.cost.link import Link
+from zerofx.errors import ConfigError
+from zerofx.frontend.planner import DATACENTER_GPU, Machine
+
+_MOST_RANKS = 4096
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add them; what nobody says stays `None`."""
+    add = parser.add_argument
+    add("--world-size", type=int, metavar="W", help="ranks (8)")
+    add("--memory", type=units.size, metavar="SIZE", help="of a device, as 80GB: what fits?")
+    add("--device", choices=("cuda", "cpu"), help="whose collectives (cuda)")
+    add("--flops", type=units.speed, help="of a device (400T)")
+    add("--bandwidth", type=units.rate, help="of its memory (2TB/s)")
+    add("--link", type=units.rate, metavar="RATE", help="a rank's, as 100gbit (25GB/s)")
+    add("--latency", type=float, metavar="SECONDS", help="of a collective (20e-6)")
+
+
+def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) -> Machine:
+    """What was said, and `otherwise` for what was not."""
+    roofline, link = otherwise.roofline, otherwise.link
+    return Machine(
+        args.device or otherwise.device,
+        Roofline(args.flops or roofline.flops, args.bandwidth or roofline.bytes_per_second),
+        Link(
+            args.link or link.bytes_per_second,
+            link.latency if args.latency is None else args.latency,
+        ),
+    )
+
+
+def num_ranks_of(args: argparse.Namespace, otherwise: int = 8) -> int:
+    """`--world-size`, or `otherwise`.
+
+    Raises:
+        ConfigError: it is out of range.
+    """
+    value: int = otherwise if args.world_size is None else args.world_size
+    check_range("--world-size", value, _MOST_RANKS)
+    return value
+
+
+def check_range(option: str, value: int, most: int) -> None:
+    """Refuse what is not from 1 to `most`."""
+    if not 1 <= value <= most:
+        raise ConfigError(f"{option} {value} is not allowed", f"use 1 to {most}")

@@ -1,0 +1,189 @@
+"""Why a node stands where it does: what each pass decided about it, and what it decided against.
+
+Reads entries of `report.json` alone, so that a dump can be asked as well as a live program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from zerofx.errors import ConfigError
+from zerofx.ir.text import diff
+
+_MOST_NAMES = 20
+_TOKEN = re.compile(r"[%\w.#–]+")
+_SPARED = ("kept: ", "freed: ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What one pass decided about a node.
+
+    Attributes:
+        by: the pass.
+        taken: whether it did something; else it says why not.
+        text: what, and why.
+    """
+
+    by: str
+    taken: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """A node of one program.
+
+    Attributes:
+        region: of the program.
+        line: its last form, as it is printed.
+        place: number of its line, from 1, and how many there are.
+        decisions: in the order of the passes.
+    """
+
+    region: str
+    line: str
+    place: tuple[int, int]
+    decisions: tuple[Decision, ...]
+
+
+def why(
+    name: str,
+    texts: Mapping[str, Mapping[str, str]],
+    reports: Mapping[str, Mapping[str, Any]],
+) -> list[Why]:
+    """What is known about a node, for each region that has it.
+
+    Args:
+        name: as the final program prints it, `unshard.layers.3`, or `backward:unshard.layers.3`.
+        texts: by region, the program after each pass, in order.
+        reports: by region, its entry of `report.json`.
+
+    Raises:
+        ConfigError: no program has such a node; the nearest names are shown.
+    """
+    wanted, _, node = name.rpartition(":")
+    found: list[Why] = []
+    known: list[str] = []
+    for region, after in texts.items():
+        final = list(after.values())[-1]
+        lines = [line for line in final.splitlines()[1:] if not line.startswith("  ")]
+        names = [_name_of(line) for line in lines]
+        known += [f"{region}:{each}" if wanted else each for each in names if each]
+        if wanted in ("", region) and node in names and region in reports:
+            place = names.index(node)
+            decided = tuple(_decisions(node, lines[place], after, reports[region]))
+            found.append(Why(region, lines[place], (place + 1, len(lines)), decided))
+    if not found:
+        raise ConfigError(f"no program has a node {name!r}", _hint(name, known))
+    return found
+
+
+def reasons_in(plan: Any) -> Iterator[tuple[str, str]]:
+    """`(what, why)` of everything that a plan gives a reason for, decisions not taken included."""
+    if isinstance(plan, Mapping):
+        if isinstance(plan.get("reason"), str):
+            yield (
+                f"{plan.get('name', '')}: {', '.join(map(str, plan.get('starts', ())))}",
+                str(plan["reason"]),
+            )
+        for key, value in plan.items():
+            if key == "reasons":
+                yield from ((str(what), str(reason)) for what, reason in value)
+            else:
+                yield from reasons_in(value)
+    elif isinstance(plan, (list, tuple)):
+        for each in plan:
+            yield from reasons_in(each)
+
+
+def _decisions(
+    node: str, line: str, after: Mapping[str, str], report: Mapping[str, Any]
+) -> Iterator[Decision]:
+    about = _about(node, line, report)
+    kind = node.partition(".")[0]
+    before = ""
+    by_name = {each["name"]: each["plan"] for each in report["passes"]}
+    for name, text in after.items():
+        plan = by_name.get(name)
+        made = _line_of(node, text) and not _line_of(node, before)
+        if made and before:
+            yield Decision(name, True, "put it into the program")
+        for what, reason in reasons_in(plan):
+            if _concerns(what, node, about, kind):
+                yield Decision(name, *_said(what, reason))
+        if not made and before and (moved := _moved(node, before, text)):
+            yield Decision(name, True, moved)
+        before = text
+
+
+def _said(what: str, reason: str) -> tuple[bool, str]:
+    """A reason in words, and whether it is for something that was done."""
+    if reason.startswith(_SPARED):
+        return reason.startswith(_SPARED[0]), reason
+    if what.partition(":")[2]:
+        bucket, _, starts = what.partition(": ")
+        return True, f"bucket {bucket} of {starts.count(',') + 1}, which ends here because {reason}"
+    return False, f"does not start earlier: {reason}"
+
+
+def _concerns(what: str, node: str, about: set[str], kind: str) -> bool:
+    """Whether a reason is about this node: by its name, or by a parameter of its kind."""
+    named = set(_TOKEN.findall(what))
+    if node in named:
+        return True
+    prefixed = {f"{kind}.{param}" for param in about}
+    # Full values and frees belong to gathers, gradients to reductions.
+    side = {"full": "unshard", "free": "unshard", "keep": "unshard", "grad": "reduce"}.get(kind)
+    if side is not None:
+        prefixed |= {f"{side}.{param}" for param in about}
+    bare = about if kind in ("unshard", "full", "free", "keep") else set[str]()
+    return bool(named & (prefixed | bare))
+
+
+def _about(node: str, line: str, report: Mapping[str, Any]) -> set[str]:
+    """The parameters that a node is about."""
+    kind, _, rest = node.partition(".")
+    rest = rest.partition("#")[0]
+    for each in report["collectives"]:
+        params = {member["param"] for member in each["members"]}
+        if each["kind"] == kind and (each["bucket"] == rest or params == {rest}):
+            return params
+    return {rest} if rest else set(re.findall(r"param=(\S+)", line))
+
+
+def _moved(node: str, before: str, after: str) -> str:
+    """Between which lines a pass has put it."""
+    changed = diff(before, after)
+    lines = [line[1:] for line in changed.splitlines() if line.startswith("+")]
+    if not any(_name_of(line) == node for line in lines):
+        return ""
+    all_lines = after.splitlines()
+    place = next(i for i, line in enumerate(all_lines) if _name_of(line) == node)
+    following = next((n for line in all_lines[place + 1 :] if (n := _name_of(line))), "the end")
+    return f"put it before {following}"
+
+
+def _line_of(node: str, text: str) -> str:
+    return next((line for line in text.splitlines() if _name_of(line) == node), "")
+
+
+def _name_of(line: str) -> str:
+    """`full.w` of `full.w: f32[4] = …`; `free(full.w)` names what it frees: `free.w`."""
+    head = line.partition(" = ")[0].partition("  #")[0].partition(":")[0].strip()
+    called = re.match(r"(free|keep)\((?:full\.)?([^,)]+)", line)
+    if called:
+        return f"{called[1]}.{called[2]}"
+    return head if _TOKEN.fullmatch(head) and head != "return" else ""
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    starts = [each for each in dict.fromkeys(known) if "." in each][:_MOST_NAMES]
+    return "--until schedule prints the program; nodes are named as " + ", ".join(starts)

@@ -1,0 +1,116 @@
+"""Follow the graphs of a program that compiles as always."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from zerofx.debug.captured import Break, break_of
+from zerofx.frontend.dump import Finished
+from zerofx.frontend.joint import copy_module
+from zerofx.frontend.rehearsal import Rehearsal
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec
+from zerofx.runtime.session import Session
+from zerofx.torch_private import frame_being_compiled
+
+
+@dataclasses.dataclass
+class Texts:
+    """A `Reader` that keeps what passes made of programs.
+
+    Attributes:
+        after: by region, the passes that ran with the text after each; the first is `traced`.
+        reports: by region, the entry of `report.json`.
+    """
+
+    after: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict[str, Any])
+    reports: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict[str, Any])
+
+    def passed(self, region: str, stem: str, before: str, text: str) -> None:
+        """Keep the text; a program that begins anew replaces the one before."""
+        number, _, name = stem.partition("_")
+        if int(number) == 0:
+            self.after[region] = {}
+        self.after[region][name] = text
+
+    def finished(self, done: Finished) -> None:
+        """Keep the report."""
+        entries = done.report["programs"]
+        self.reports[done.region] = next(e for e in entries if e["region"] == done.region)
+
+
+class GraphRecord(Texts):
+    """One Dynamo graph.
+
+    Attributes:
+        frame: which function Dynamo was compiling.
+        num_ops: operations in Dynamo's graph.
+        ends: where it breaks, if it does.
+        rehearsal: its programs before their own passes; `None` without a backward.
+    """
+
+    def __init__(self, module: fx.GraphModule, session: Session | None = None) -> None:
+        super().__init__()
+        self.frame = frame_being_compiled()
+        self.num_ops = sum(n.op.startswith("call_") for n in module.graph.nodes)
+        self.ends: Break | None = break_of(module)
+        self.rehearsal: Rehearsal | None = None
+        self._session = session
+
+    def cut(self, forward: Program, backward: Program) -> None:
+        """Keep copies of both halves."""
+        session = self._session
+        if session is None or not session.states:
+            return
+        params = tuple(state.spec for state in session.states)
+        root = session.root()
+        held = sum(b.numel() * b.dtype.itemsize for b in root.buffers()) if root else 0
+        self.rehearsal = Rehearsal(
+            _copied(forward),
+            _copied(backward),
+            _with(params, forward, backward),
+            held,
+            session.device,
+            session.config.inner,
+        )
+
+
+@dataclasses.dataclass
+class Recorder:
+    """Records all graphs of one process; pass it to `watched_by`.
+
+    Attributes:
+        graphs: in order of compilation, of functions compiled again the last version alone.
+        session: the first sharded model that was seen.
+    """
+
+    graphs: list[GraphRecord] = dataclasses.field(default_factory=list[GraphRecord])
+    session: Session | None = None
+
+    def __call__(self, module: fx.GraphModule, session: Session | None) -> GraphRecord:
+        """A graph is about to be traced."""
+        made = GraphRecord(module, session)
+        self.session = self.session or session
+        self.graphs.append(made)
+        return made
+
+    @property
+    def training(self) -> list[GraphRecord]:
+        """Graphs with a backward; of each function the version that was compiled last."""
+        found = {each.frame: each for each in self.graphs if each.rehearsal is not None}
+        return list(found.values())
+
+
+def _copied(program: Program) -> Program:
+    return dataclasses.replace(program, module=copy_module(program.module))
+
+
+def _with(params: Sequence[ParamSpec], *programs: Program) -> tuple[ParamSpec, ...]:
+    """All parameters of a model; names of programs that read several models are longer."""
+    named = {spec.name: spec for spec in params}
+    used = {name: spec for program in programs for name, spec in program.params.items()}
+    return tuple(named.values()) if used.keys() <= named.keys() else tuple(used.values())

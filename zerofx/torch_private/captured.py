@@ -1,0 +1,66 @@
+"""What Dynamo made of the functions that it compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from traceback import FrameSummary
+from typing import Any
+
+from torch import fx
+from torch._dynamo.utils import get_compilation_metrics
+from torch._guards import CompileContext
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """One attempt of Dynamo to compile a frame.
+
+    Attributes:
+        function: name of the frame.
+        filename: where it is defined.
+        line: its first one there.
+        recompile_reason: the guard that failed, if another version existed.
+        failure: why Dynamo gave the frame up; empty if it did not.
+        failed_at: file and line of that.
+        seconds: that it took, backends included.
+    """
+
+    function: str
+    filename: str
+    line: int
+    recompile_reason: str
+    failure: str
+    failed_at: tuple[str, int]
+    seconds: float
+
+
+def compilations(since: float) -> list[Compilation]:
+    """Those that began since a `time.time()`, oldest first; Dynamo remembers the last 64."""
+    return [
+        Compilation(
+            each.co_name or "",
+            each.co_filename or "",
+            each.co_firstlineno or 0,
+            each.recompile_reason or "",
+            each.fail_reason or "",
+            (each.fail_user_frame_filename or "", each.fail_user_frame_lineno or 0),
+            each.entire_frame_compile_time_s or 0.0,
+        )
+        for each in get_compilation_metrics()
+        if (each.start_time_us or 0) >= 1e6 * since
+    ]
+
+
+def frame_being_compiled() -> int:
+    """Which frame of this process Dynamo compiles now; -1: none."""
+    found = CompileContext.current_compile_id()
+    return -1 if found is None or found.frame_id is None else found.frame_id
+
+
+def why_graph_ends(module: fx.GraphModule) -> tuple[str, Sequence[FrameSummary]] | None:
+    """Dynamo's reason and the user's stack, outermost first; `None` where the function ends."""
+    found: Any = getattr(module, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    return found.reason, found.user_stack
