@@ -42,6 +42,7 @@ class Layout:
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
+        num_nodes: nodes that the shard axis spans, with equally many neighbouring ranks on each.
     """
 
     handle: int
@@ -51,6 +52,7 @@ class Layout:
     shard_axis: str = "shard"
     replica_axis: str = "replicate"
     reduce_dtype: torch.dtype | None = None
+    num_nodes: int = 1
 
     @property
     def sharded(self) -> bool:

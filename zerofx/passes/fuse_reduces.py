@@ -13,6 +13,7 @@ from zerofx.ir.spec import Region
 from zerofx.ir.view import only_returned
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
+from zerofx.passes.quantize import note_sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class FuseReduces(Pass):
             last = bucket.starts[-1]
             shards = [shard for start in bucket.starts for shard in members(start)]
             grads = [grad for start in bucket.starts for grad in gradients(start)]
-            args = (grads, shards, last.args[2])
+            args = (grads, shards, *last.args[2:])
             anchor = fused = edit.call_before(
                 last, REDUCE_START, args, bucket_facts(bucket, Role.REDUCE)
             )
@@ -65,3 +66,4 @@ class FuseReduces(Pass):
                     anchor = edit.move_readers_after(wait, made)
                     edit.replace(wait, made)
                 edit.erase(start)
+            note_sent(edit, fused)

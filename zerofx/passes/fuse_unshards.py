@@ -14,6 +14,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
+from zerofx.passes.quantize import note_sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +56,13 @@ class FuseUnshards(Pass):
             first = bucket.starts[0]
             shards = [shard for start in bucket.starts for shard in members(start)]
             record = bucket_facts(bucket, Role.UNSHARD)
-            fused = edit.call_before(first, UNSHARD_START, (shards, first.args[1]), record)
+            fused = edit.call_before(first, UNSHARD_START, (shards, *first.args[1:]), record)
             anchor = fused
             for start in bucket.starts:
                 for wait in waits_of(start):
                     anchor = _waited(edit, wait, fused, anchor, bucket.name)
                 edit.erase(start)
+            note_sent(edit, fused)
 
 
 def _waited(edit: Editor, wait: fx.Node, fused: fx.Node, anchor: fx.Node, name: str) -> fx.Node:
