@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,8 +72,9 @@ class ZeroConfig:
             as they are.
         quantize_gradients: reductions send codes (qgZ of ZeRO++): a codec as above, which
             `.stochastic` may end, or two of them: inside a node, and between nodes.
-        quantize_exact: patterns (globs) of names of parameters that stay exact although others are
-            quantized. Those of one dimension, norms and biases, always do.
+        quantize_exact: what stays exact although other parameters are quantized: patterns (globs,
+            upper and lower case alike) of names of parameters, or of classes that hold them. By
+            default embeddings and norms. Parameters of one dimension always do.
         output_dtype: dtype to which floating-point outputs of the model's forward are cast.
         cast_forward_inputs: cast floating-point inputs of the model's forward to `param_dtype`.
         verify: check the program's rules after every pass.
@@ -102,7 +103,7 @@ class ZeroConfig:
     reduce_dtype: torch.dtype | None = None
     quantize_weights: str | None = None
     quantize_gradients: str | tuple[str, str] | None = None
-    quantize_exact: tuple[str, ...] = ("*emb*", "*wte*", "*wpe*", "*norm*")
+    quantize_exact: str | tuple[str, ...] = ("*embed*", "*_emb*", "*norm*")
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     verify: bool = True
@@ -127,7 +128,9 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))
         object.__setattr__(self, "passes", tuple(self.passes))
-        object.__setattr__(self, "quantize_exact", tuple(self.quantize_exact))
+        exact = self.quantize_exact
+        exact = (exact,) if isinstance(exact, str) else tuple(exact)
+        object.__setattr__(self, "quantize_exact", exact)
         if isinstance(self.quantize_gradients, list):
             object.__setattr__(self, "quantize_gradients", tuple(self.quantize_gradients))
         checks: list[tuple[bool, str, str]] = [
@@ -149,19 +152,19 @@ class ZeroConfig:
             (_is_float(self.reduce_dtype), "reduce_dtype", _FLOATS),
             (_is_float(self.output_dtype), "output_dtype", _FLOATS),
             (
-                self.quantize_weights is None or isinstance(self.quantize_weights, str),
+                _are_texts(self.quantize_weights or "", num=1),
                 "quantize_weights",
                 'None or a codec, such as "int8"',
             ),
             (
-                self.quantize_gradients is None or _are_codecs(self.gradient_codecs),
+                _are_texts(self.gradient_codecs, num=2),
                 "quantize_gradients",
                 'None, a codec such as "int8", or two of them',
             ),
             (
-                all(isinstance(each, str) for each in self.quantize_exact),
+                _are_texts(self.quantize_exact),
                 "quantize_exact",
-                "patterns of names, such as (\"*embed*\",)",
+                'patterns of names, such as ("*embed*",)',
             ),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
@@ -212,8 +215,11 @@ def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _are_codecs(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, str) for v in value)
+def _are_texts(value: object, num: int | None = None) -> bool:
+    """Whether it is a tuple of strings, `num` of them; a string counts as a tuple of itself."""
+    texts = cast("tuple[Any, ...]", (value,) if isinstance(value, str) else value)
+    are = isinstance(texts, tuple) and all(isinstance(each, str) for each in texts)  # pyright: ignore[reportUnnecessaryIsInstance]
+    return are and num in (None, len(texts))
 
 
 def _is_float(value: torch.dtype | None) -> bool:

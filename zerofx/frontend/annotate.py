@@ -87,11 +87,17 @@ def _prefixes(readers: Iterable[Session]) -> dict[Session, str]:
 
 
 def _qualified(state: ParamState, prefixes: dict[Session, str]) -> ParamSpec:
-    spec, prefix = state.spec, prefixes[state.domain.session]
-    if not prefix:
-        return spec
+    spec, session = state.spec, state.domain.session
+    prefix, root = prefixes[session], session.root()
+    owners = owners_of(root, (spec.name, *spec.tied)) if root is not None else ()
     tied = tuple(prefix + name for name in spec.tied)
-    return dataclasses.replace(spec, name=prefix + spec.name, tied=tied)
+    return dataclasses.replace(spec, name=prefix + spec.name, tied=tied, owners=owners)
+
+
+def owners_of(root: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Classes of the modules that hold parameters of these names, each once."""
+    holders = (root.get_submodule(name.rpartition(".")[0]) for name in names)
+    return tuple(dict.fromkeys(type(holder).__name__ for holder in holders))
 
 
 def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:

@@ -17,8 +17,8 @@ from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
-from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.ir.cut import verify_cut
 from zerofx.ir.facts import facts

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.annotate import GraphInputs
+from zerofx.frontend.annotate import GraphInputs, owners_of
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
@@ -103,6 +103,7 @@ def describe_params(model: nn.Module) -> tuple[ParamSpec, ...]:
             param.requires_grad,
             alone,
             tuple(names[id(param)][1:]),
+            owners=owners_of(model, names[id(param)]),
         )
         for index, param in enumerate(model.parameters())
     )
@@ -167,5 +168,7 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
             "choose a divisor of the world size",
         )
     shards = num_ranks // replicas if config.stage > 0 else 1
-    sharded = Layout(_SHARDED, shards, num_ranks // shards, config.stage in (1, 2))
+    local = min(config.ranks_per_node or shards, shards)
+    nodes = shards // local if shards % local == 0 else shards
+    sharded = Layout(_SHARDED, shards, num_ranks // shards, config.stage in (1, 2), num_nodes=nodes)
     return Layout(_WHOLE, 1, num_ranks, False), sharded

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from zerofx.ir import ops
+from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import ReduceKernels, UnshardKernels, reduce_kernels, unshard_kernels
 from zerofx.ir.parcels import Codec, Parcels
@@ -83,6 +85,22 @@ def sent(program: Program, start: fx.Node) -> Sent:
         sum(each.wire_bytes for each in found) + all_reduced,
         sum(each.scale_bytes for each in found),
     )
+
+
+def note_sent(edit: Editor, start: fx.Node) -> None:
+    """Write down what a collective sends, if it sends codes."""
+    if ops.codecs(start):
+        edit.note(start, **dataclasses.asdict(sent(edit.program, start)))
+
+
+def held_bytes(program: Program, start: fx.Node) -> int:
+    """Bytes of the parcels that a rank holds while a collective is under way; 0 if it is exact."""
+    if not ops.is_call(start, ops.UNSHARD_START, ops.REDUCE_START) or not ops.codecs(start):
+        return 0
+    if ops.is_call(start, ops.UNSHARD_START):
+        return math.prod(gather_kernels(program, start).unpack.parcels.shape)
+    # What it sends, and what arrives in the first hop.
+    return 2 * math.prod(reduction_kernels(program, start).pack.parcels.shape)
 
 
 def specs_of(program: Program, start: fx.Node) -> list[ParamSpec]:

@@ -6,13 +6,12 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.case import Case, gradients_by_input
-from zerofx.ir.codes import sent
+from zerofx.ir.case import Case, Offence, gradients_by_input
+from zerofx.ir.code_rules import codes_as_stated
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
@@ -27,14 +26,6 @@ _SHARD_ARGUMENT = {
     ops.REDUCE_GRAD: 1,
     ops.REDUCE_WAIT: 1,
 }
-
-
-class Offence(NamedTuple):
-    """A node that breaks a rule, how, and the node whose parameter is meant if it is another."""
-
-    node: fx.Node
-    problem: str
-    about: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,24 +116,6 @@ def own_dtype(case: Case) -> Iterator[Offence]:
         cast = spec.cast if spec is not None else None
         if cast is not None and isinstance(value, Tensor) and value.dtype is not cast:
             yield Offence(full, f"is {value.dtype}, not {cast}")
-
-
-def codes_as_stated(case: Case) -> Iterator[Offence]:
-    """What travels as codes is sharded, is not resident, and sends as many bytes as it states."""
-    for start in case.calls(ops.UNSHARD_START, ops.REDUCE_START):
-        specs = [case.program.params.get(name) for name in facts(start).members]
-        if not ops.codecs(start) or not all(specs):
-            continue
-        layouts = [spec.layout for spec in specs if spec is not None]
-        gathers = ops.is_call(start, ops.UNSHARD_START)
-        if any(not each.sharded or (gathers and each.resident) for each in layouts):
-            yield Offence(start, f"cannot send {', '.join(ops.codecs(start))}")
-            continue
-        found, record = sent(case.program, start), facts(start)
-        if (record.wire_bytes, record.scale_bytes) != (found.wire_bytes, found.scale_bytes):
-            stated = f"{record.wire_bytes} B with {record.scale_bytes} B of scales"
-            wanted = f"{found.wire_bytes} B with {found.scale_bytes} B"
-            yield Offence(start, f"states {stated}, and sends {wanted}")
 
 
 def one_gather(case: Case) -> Iterator[Offence]:

@@ -86,6 +86,7 @@ class ParamSpec:
         layout: how it lies on the mesh.
         tied: its other names.
         tier: the memory that holds the shard at rest.
+        owners: classes of the modules that hold it, by name: `Embedding`, `Linear`.
         cast: dtype of the full value, if it is not the one at rest: shards are cast, then gathered.
     """
 
@@ -97,6 +98,7 @@ class ParamSpec:
     layout: Layout
     tied: tuple[str, ...] = ()
     tier: Tier = Tier.DEVICE
+    owners: tuple[str, ...] = ()
     cast: torch.dtype | None = None
 
     @property

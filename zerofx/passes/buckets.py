@@ -60,7 +60,7 @@ def plan_buckets(
     """Group collectives of one member into buckets.
 
     Neighbours that belong to the same repeated block stay together, so that equal layers get equal
-    buckets; blocks are joined while they fit into `target_bytes`. Layouts and codecs are never mixed.
+    buckets; blocks are joined while they fit into `target_bytes`. Layouts and codecs never mix.
 
     Args:
         program: the program.

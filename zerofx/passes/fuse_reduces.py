@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, gradients, members, waits_of
@@ -13,7 +14,6 @@ from zerofx.ir.spec import Region
 from zerofx.ir.view import only_returned
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
-from zerofx.passes.quantize import note_sent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
@@ -14,7 +15,6 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
-from zerofx.passes.quantize import note_sent
 
 
 @dataclasses.dataclass(frozen=True)

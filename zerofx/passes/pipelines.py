@@ -60,6 +60,7 @@ _STAGES: dict[int, tuple[Pass, ...]] = {
 def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
     """What rounds, and is there only where the user asked for it."""
     listed: tuple[Pass, ...] = ()
+    exact = tuple(config.quantize_exact)
     if config.quantize_weights is not None:
         _needs_stage(config, "quantize_weights", 3)
         codec = Codec.parse(config.quantize_weights)
@@ -69,7 +70,7 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
                 "compute with different weights",
                 "leave stochastic rounding to quantize_gradients",
             )
-        listed += (QuantizeUnshards(codec, config.quantize_exact),)
+        listed += (QuantizeUnshards(codec.name, exact),)
     if config.quantize_gradients is not None:
         _needs_stage(config, "quantize_gradients", 1)
         inside, across = map(Codec.parse, config.gradient_codecs)
@@ -79,7 +80,7 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
                 f"{inside.block} and of {across.block} numbers",
                 "use blocks of one size",
             )
-        listed += (QuantizeReduces(inside, across, config.quantize_exact),)
+        listed += (QuantizeReduces(inside.name, across.name, exact),)
     return listed
 
 

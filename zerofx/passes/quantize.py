@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from zerofx.ir import ops
-from zerofx.ir.codes import sent
+from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
 from zerofx.ir.parcels import DTYPES, Codec
@@ -61,7 +60,7 @@ def plan_codes(
         program: the program.
         starts: its gathers, or its reductions.
         codecs: of the only hop, or of both.
-        patterns: globs of names that stay exact.
+        patterns: globs of what stays exact: names of parameters, or of their modules' classes.
         dtype_of: what a collective would send if it were exact.
     """
     reasons = {
@@ -93,21 +92,16 @@ def send_codes(edit: Editor, plan: QuantizePlan, starts: Iterable[fx.Node], code
         note_sent(edit, made)
 
 
-def note_sent(edit: Editor, start: fx.Node) -> None:
-    """Write down what a collective sends, if it sends codes."""
-    if ops.codecs(start):
-        edit.note(start, **dataclasses.asdict(sent(edit.program, start)))
-
-
 def _reason(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
     """Why a parameter stays exact; empty if it does not."""
     if not spec.layout.sharded:
         return "replicated"
     if len(spec.shape) < 2:
         return "one dimension"
+    names = [each.lower() for each in (spec.name, *spec.tied, *spec.owners)]
     for pattern in patterns:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in (spec.name, *spec.tied)):
-            return pattern
+        if any(fnmatch.fnmatchcase(name, pattern.lower()) for name in names):
+            return f"as {pattern}"
     if spec.dtype not in DTYPES:
         return f"{spec.dtype} has no codes"
     chunk = spec.padded_numel // spec.layout.num_shards

@@ -36,8 +36,8 @@ class QuantizeReduces(Pass):
         p = reduce_start([g], [s], ['int8x256', 'int4x256']); a = reduce_wait(p, s)
     """
 
-    codec: Codec = Codec()
-    across: Codec = Codec()
+    codec: str = "int8x256"
+    across: str = "int8x256"
     exact: tuple[str, ...] = ()
 
     name: ClassVar[str] = "quantize_reduces"
@@ -47,12 +47,12 @@ class QuantizeReduces(Pass):
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""
         starts = program.calls(REDUCE_START)
-        return plan_codes(program, starts, [self.codec, self.across], self.exact, _dtype)
+        codecs = [Codec.parse(self.codec), Codec.parse(self.across)]
+        return plan_codes(program, starts, codecs, self.exact, _dtype)
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codecs at each reduction."""
-        codecs = [self.codec.name, self.across.name]
-        send_codes(edit, plan, edit.program.calls(REDUCE_START), codecs)
+        send_codes(edit, plan, edit.program.calls(REDUCE_START), list(plan.codecs))
 
 
 def _dtype(start: fx.Node) -> torch.dtype:

@@ -36,7 +36,7 @@ class QuantizeUnshards(Pass):
         p = unshard_start([s], 'int8x256'); w = unshard_wait(p, s); y = mm(x, w); free(w)
     """
 
-    codec: Codec = Codec()
+    codec: str = "int8x256"
     exact: tuple[str, ...] = ()
 
     name: ClassVar[str] = "quantize_unshards"
@@ -48,11 +48,11 @@ class QuantizeUnshards(Pass):
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""
         starts = program.calls(UNSHARD_START)
-        return plan_codes(program, starts, [self.codec], self.exact, _dtype)
+        return plan_codes(program, starts, [Codec.parse(self.codec)], self.exact, _dtype)
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codec at each gather."""
-        send_codes(edit, plan, edit.program.calls(UNSHARD_START), self.codec.name)
+        send_codes(edit, plan, edit.program.calls(UNSHARD_START), plan.codecs[0])
 
 
 def _dtype(start: fx.Node) -> torch.dtype:

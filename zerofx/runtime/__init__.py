@@ -2,6 +2,6 @@
 
 Touches device memory and the network; knows nothing of graphs but their vocabulary. Modules:
 handles, session, domain, params, chunks, accumulation, overflow, dtensor_rules, buffers, kept,
-network, comm, pending, mail, exchange, two_hop, collectives, quantized, calibrate, journal, watch, markers,
-execute.
+network, comm, pending, mail, exchange, two_hop, collectives, quantized, calibrate, journal, watch,
+markers, execute.
 """

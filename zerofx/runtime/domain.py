@@ -112,12 +112,13 @@ class Domain:
                 names.append(_name(state))
                 places.append(len(outs))
                 # Codes are made of the shard as it is at rest.
-                near = out if codes is None else shard.new_empty(numel * comm.size if not state else 0)
-                chunk = (
-                    state.chunk(shard, near)
-                    if state
-                    else padded_chunk(shard, near, comm.rank, numel)
-                )
+                near = out if codes is None else shard
+                if state is not None:
+                    chunk = state.chunk(shard, near)
+                elif codes is None:
+                    chunk = padded_chunk(shard, out, comm.rank, numel)
+                else:
+                    chunk = padded_chunk(shard, shard.new_empty(numel), 0, numel)
                 moved.append((out, chunk))
             outs.append(out)
         if not moved:

@@ -15,17 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zerofx.errors import ZeroFxError
 from zerofx.ir import ops
-from zerofx.ir.codes import gather_kernels, reduction_kernels, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
-from zerofx.sim.quantized import reduce_quantized, unshard_quantized
+from zerofx.sim.codes import gather_codes, mean_codes
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -150,27 +148,9 @@ class _Ranks:
             values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
         if ops.codecs(node):
-            values = self._gather_codes(node)
+            shards = [self._read(node, shard) for shard in ops.members(node)]
+            values = gather_codes(self.program, node, shards)
         return self._start(node, values, sources)
-
-    def _gather_codes(self, node: fx.Node) -> dict[fx.Node, list[Tensor]]:
-        """As `_gather` for all members, which travel as codes."""
-        specs, kernels = specs_of(self.program, node), gather_kernels(self.program, node)
-        num = specs[0].layout.num_shards
-        by_member = [
-            [_padded(shard, spec.padded_numel // num) for shard in self._read(node, each)]
-            for each, spec in zip(ops.members(node), specs, strict=True)
-        ]
-        by_rank = list(zip(*by_member, strict=True))
-        fulls = [
-            full
-            for start in range(0, self.world, num)
-            for full in unshard_quantized(kernels, by_rank[start : start + num])
-        ]
-        return {
-            shard: [full[at][: spec.numel].view(spec.shape) for full in fulls]
-            for at, (shard, spec) in enumerate(zip(ops.members(node), specs, strict=True))
-        }
 
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
         spec = self._spec(node, facts(node).param)
@@ -186,33 +166,10 @@ class _Ranks:
             values[shard] = self._mean(node, self._spec(node, name), grads, shards)
             sources += grads
         if ops.codecs(node):
-            values = self._mean_codes(node)
+            grads = [self._read(node, grad) for grad in ops.gradients(node)]
+            shards = [self._read(node, shard) for shard in ops.members(node)]
+            values = mean_codes(self.program, node, grads, shards)
         return self._start(node, values, sources)
-
-    def _mean_codes(self, node: fx.Node) -> dict[fx.Node, list[Tensor]]:
-        """As `_mean` for all members, which travel as codes; replicas exchange numbers."""
-        specs, kernels = specs_of(self.program, node), reduction_kernels(self.program, node)
-        num, wires = specs[0].layout.num_shards, kernels.pack.parcels.members
-        by_member = [
-            [grad.to(wire.dtype).reshape(-1) for grad in self._read(node, each)]
-            for each, wire in zip(ops.gradients(node), wires, strict=True)
-        ]
-        by_rank = list(zip(*by_member, strict=True))
-        chunks = [
-            chunk
-            for start in range(0, self.world, num)
-            for chunk in reduce_quantized(kernels, by_rank[start : start + num])
-        ]
-        values: dict[fx.Node, list[Tensor]] = {}
-        for at, shard in enumerate(ops.members(node)):
-            wide = torch.promote_types(wires[at].dtype, torch.float32)
-            of_rank = torch.stack([chunk[at].to(wide) for chunk in chunks])
-            means = of_rank.view(-1, num, of_rank.shape[1]).mean(0).to(wires[at].dtype)
-            values[shard] = [
-                means[rank % num][: owner.numel()].view(owner.shape).to(owner.dtype)
-                for rank, owner in enumerate(self._read(node, shard))
-            ]
-        return values
 
     def _start(
         self, node: fx.Node, values: dict[fx.Node, list[Tensor]], sources: list[Tensor]
@@ -319,11 +276,6 @@ class _Ranks:
         param = facts(node).param
         named = f" of parameter {param}" if param else ""
         return LockstepError(f"node {node.name}{named} {problem}", remedy)
-
-
-def _padded(shard: Tensor, numel: int) -> Tensor:
-    """`shard` flat, with zeros up to `numel` elements."""
-    return F.pad(shard.reshape(-1), (0, numel - shard.numel()))
 
 
 def _keeps_shape(node: fx.Node) -> bool:
