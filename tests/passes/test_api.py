@@ -71,9 +71,7 @@ def test_built_in_passes_import_what_is_public(module: str) -> None:
         assert not any(name.startswith("_") for name in names), names
 
 
-@pytest.mark.parametrize(
-    "module", [*MODULES, *_HELPERS]
-)
+@pytest.mark.parametrize("module", [*MODULES, *_HELPERS])
 def test_built_in_passes_edit_through_the_editor(module: str) -> None:
     used = {node.attr for node in ast.walk(_tree(module)) if isinstance(node, ast.Attribute)}
     assert not used & EDITS
