@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tests.hand_program import Hand
-from tests.passes.golden import apply
+from tests.passes.code_cases import CODE_CASES
 from tests.program_builder import layout_of, specs_of
 from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
@@ -26,8 +26,6 @@ from zerofx.passes.insert_unshards import InsertUnshards
 from zerofx.passes.keep_unsharded import KeepUnsharded
 from zerofx.passes.merge_reduces import MergeReduces
 from zerofx.passes.merge_unshards import MergeUnshards
-from zerofx.passes.quantize_reduces import QuantizeReduces
-from zerofx.passes.quantize_unshards import QuantizeUnshards
 from zerofx.passes.schedule import Schedule
 from zerofx.passes.sync_buffers import SyncBuffers
 
@@ -45,16 +43,6 @@ _REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
 _LOW = dataclasses.replace(layout_of(2), reduce_dtype=BF16)
 _CAST = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32)
 _CAST_REPLICATED = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32, small=100)
-_LARGE = specs_of({"w": (30, 30)}, layout_of(2))
-_KINDS = {
-    name: dataclasses.replace(spec, owners=("Embedding",)) if name == "table" else spec
-    for name, spec in specs_of(
-        {"table": (30, 30), "l.w": (30, 30), "l.bias": (30,), "l.small": (3, 3), "l.v": (30, 30)},
-        layout_of(4),
-    ).items()
-}
-_NODES = dataclasses.replace(layout_of(4), num_nodes=2)
-_TWO_HOPS = specs_of({"w": (30, 30), "v": (30, 30)}, _NODES)
 _HYBRID = specs_of({"w": (3, 3)}, layout_of(2, replicas=2))
 
 
@@ -199,7 +187,7 @@ def chain(params: dict[str, object], later: tuple[str, ...] = ()) -> Callable[[]
     def build() -> Program:
         hand = Hand(params)  # type: ignore[arg-type]
         shards = [hand.shard(name) for name in params]
-        x = hand.input("x", 2, next(iter(params.values())).shape[1])  # type: ignore[attr-defined]
+        x = hand.input("x", 2, 3)
         for shard in shards:
             full = hand.gather(shard)
             x = hand.call(aten.mm.default, x, hand.call(aten.t.default, full))
@@ -240,33 +228,6 @@ def gathered_resident() -> Program:
     hand = Hand(_RESIDENT, stage=2)
     full = hand.gather(hand.shard("w"))
     return hand.program([hand.call(aten.mm.default, hand.input("x", 2, 3), full)])
-
-
-def gathers_each(params: dict[str, object]) -> Callable[[], Program]:
-    def build() -> Program:
-        hand = Hand(params)  # type: ignore[arg-type]
-        shards = [hand.shard(name) for name in params]
-        fulls = [hand.gather(shard) for shard in shards]
-        return hand.program([hand.call(aten.sum.default, full) for full in fulls])
-
-    return build
-
-
-def quantized() -> Program:
-    program = gathers_each(_KINDS)()
-    apply(program, QuantizeUnshards("int8x64", ("*embed*",)))
-    return program
-
-
-def reduces_each(params: dict[str, object]) -> Callable[[], Program]:
-    def build() -> Program:
-        hand = Hand(params, Region.BACKWARD)  # type: ignore[arg-type]
-        grads = [hand.input(f"g_{n}", *spec.shape) for n, spec in params.items()]  # type: ignore[attr-defined]
-        shards = [hand.shard(name) for name in params]
-        pairs = zip(grads, shards, strict=True)
-        return hand.program([hand.reduced(grad, shard) for grad, shard in pairs])
-
-    return build
 
 
 def reads_buffers() -> Program:
@@ -318,17 +279,6 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("fuse_unshards", "alone"): (FuseUnshards(target_bytes=0), chain(_TWO)),
     ("fuse_reduces", "doc"): (FuseReduces(target_bytes=1000), gradients_reduced(_TWO)),
     ("fuse_reduces", "blocks"): (FuseReduces(target_bytes=200), gradients_reduced(_THREE)),
-    ("quantize_unshards", "doc"): (QuantizeUnshards(), chain(_LARGE)),
-    ("quantize_unshards", "exact"): (
-        QuantizeUnshards("int4x64", ("*embed*",)),
-        gathers_each(_KINDS),
-    ),
-    ("fuse_unshards", "codes"): (FuseUnshards(target_bytes=1 << 20), quantized),
-    ("quantize_reduces", "doc"): (QuantizeReduces("int8x256", "int4x256"), reduces_each(_LARGE)),
-    ("quantize_reduces", "two_hops"): (
-        QuantizeReduces("int4x64", "int8x64"),
-        reduces_each(_TWO_HOPS),
-    ),
     ("keep_unsharded", "doc"): (KeepUnsharded(), chain(_ONE, later=("w",))),
     ("keep_unsharded", "last"): (KeepUnsharded(), chain(_TWO, later=("w", "v"))),
     ("keep_unsharded", "strict"): (KeepUnsharded(budget_bytes=0), chain(_TWO, later=("w", "v"))),
@@ -342,4 +292,5 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("schedule", "reductions"): (Schedule(), gradients_reduced(_THREE)),
     ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
     ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
+    **CODE_CASES,
 }
