@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ from torch import Tensor, nn
 
 from tests.hard.pair import full
 from tests.ranks import run_ranks
-from zerofx.ir.kernels import reduce_kernels, unshard_kernels
-from zerofx.ir.parcels import Codec
+from zerofx.codegen.reference import Reference
+from zerofx.config import ZeroConfig
+from zerofx.frontend.quantize import kernels_of
+from zerofx.ir.kernels import Pack, reduce_kernels, unshard_kernels
+from zerofx.ir.parcels import Codec, Member, Parcels
+from zerofx.runtime.handles import live_sessions
 from zerofx.sharding.shard import session_of
 from zerofx.sim.quantized import reduce_quantized, unshard_quantized
 
@@ -122,3 +127,34 @@ def _chunks(values: list[Tensor], specs: list[Any], rank: int) -> list[Tensor]:
         size = spec.padded_numel // spec.layout.num_shards
         out.append(nn.functional.pad(part, (0, size - part.numel())))
     return out
+
+
+def _both_ways(options: dict[str, Any]) -> bool:
+    """Gradients by messages, and by the collective that NCCL ranks call; gloo has both."""
+    model = Weights()
+    run = torch.compile(model, backend="zero3", options={"inner": "eager", **options})
+    grads: list[list[Tensor]] = []
+    for backend in ("gloo", "nccl"):
+        loss, _ = run(grads_of(dist.get_rank()))
+        domain = live_sessions()[-1].sharded
+        assert domain.shard_comm is not None
+        domain.shard_comm = dataclasses.replace(domain.shard_comm, backend=backend)
+        loss.backward()
+        grads.append([full(weight.grad) for weight in model.weights])
+        model.zero_grad()
+    return all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("local", [2, 4])
+def test_collectives_bring_what_messages_bring(local: int) -> None:
+    options = {"quantize_gradients": "int8x64", "ranks_per_node": local}
+    assert run_ranks(4, _both_ways, options, timeout=120) == [True] * 4
+
+
+def test_kernels_run_op_by_op_with_the_eager_inner_compiler() -> None:
+    near = torch.fx.Graph().placeholder("x")
+    near.meta["val"] = torch.empty(0)
+    spec = Pack(Parcels((Member("w", 64, 64, torch.float32),), Codec(), 1))
+    for inner in ("inductor", "eager"):
+        kernel = kernels_of(ZeroConfig(inner=inner))(spec, near)
+        assert kernel == Reference(spec, inner == "inductor")
