@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.annotate import GraphInputs, owners_of
+from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
@@ -91,6 +91,7 @@ def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> 
 def describe_params(model: nn.Module) -> tuple[ParamSpec, ...]:
     """The parameters of a plain model, in registration order."""
     alone = Layout(_SHARDED, 2, 1, resident=False)
+    owners = owners_in([model])
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -103,7 +104,7 @@ def describe_params(model: nn.Module) -> tuple[ParamSpec, ...]:
             param.requires_grad,
             alone,
             tuple(names[id(param)][1:]),
-            owners=owners_of(model, names[id(param)]),
+            owners=owners.get(id(param), ()),
         )
         for index, param in enumerate(model.parameters())
     )
