@@ -7,7 +7,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +67,14 @@ class ZeroConfig:
             the master copy. All parameters follow, buffers do not. By default nothing is cast.
         reduce_dtype: dtype in which gradients travel and are averaged; each mean is then cast to
             its parameter's dtype. By default gradients travel as they are computed.
+        quantize_weights: gathers of stage 3 send codes (qwZ of ZeRO++): `int8`, `int4` or `fp8`, if
+            need be with block size and kind, as in `int8x128.asymmetric`. By default numbers travel
+            as they are.
+        quantize_gradients: reductions send codes (qgZ of ZeRO++): a codec as above, which
+            `.stochastic` may end, or two of them: inside a node, and between nodes.
+        quantize_exact: what stays exact although other parameters are quantized: patterns (globs,
+            upper and lower case alike) of names of parameters, or of classes that hold them. By
+            default embeddings and norms. Parameters of one dimension always do.
         output_dtype: dtype to which floating-point outputs of the model's forward are cast.
         cast_forward_inputs: cast floating-point inputs of the model's forward to `param_dtype`.
         verify: check the program's rules after every pass.
@@ -93,6 +101,9 @@ class ZeroConfig:
     device_memory: int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    quantize_weights: str | None = None
+    quantize_gradients: str | tuple[str, str] | None = None
+    quantize_exact: str | tuple[str, ...] = ("*embed*", "*_emb*", "*norm*")
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     verify: bool = True
@@ -100,6 +111,12 @@ class ZeroConfig:
     passes: tuple[Any, ...] = ()
     hang_timeout: float = 10.0
     dump: str = dataclasses.field(default_factory=_dump_from_environment, compare=False)
+
+    @property
+    def gradient_codecs(self) -> tuple[str, str]:
+        """Names of the codecs of gradients: inside a node, or of the only hop; between nodes."""
+        given = self.quantize_gradients or ""
+        return (given, given) if isinstance(given, str) else given
 
     @property
     def added_passes(self) -> tuple[str, ...]:
@@ -111,6 +128,11 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "disable", tuple(self.disable))
         object.__setattr__(self, "passes", tuple(self.passes))
+        exact = self.quantize_exact
+        exact = (exact,) if isinstance(exact, str) else tuple(exact)
+        object.__setattr__(self, "quantize_exact", exact)
+        if isinstance(self.quantize_gradients, list):
+            object.__setattr__(self, "quantize_gradients", tuple(self.quantize_gradients))
         checks: list[tuple[bool, str, str]] = [
             (self.stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3"),
             (self.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
@@ -129,6 +151,21 @@ class ZeroConfig:
             (_is_float(self.param_dtype), "param_dtype", _FLOATS),
             (_is_float(self.reduce_dtype), "reduce_dtype", _FLOATS),
             (_is_float(self.output_dtype), "output_dtype", _FLOATS),
+            (
+                _are_texts(self.quantize_weights or "", num=1),
+                "quantize_weights",
+                'None or a codec, such as "int8"',
+            ),
+            (
+                _are_texts(self.gradient_codecs, num=2),
+                "quantize_gradients",
+                'None, a codec such as "int8", or two of them',
+            ),
+            (
+                _are_texts(self.quantize_exact),
+                "quantize_exact",
+                'patterns of names, such as ("*embed*",)',
+            ),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
         for good, name, wanted in checks:
@@ -176,6 +213,13 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_texts(value: object, num: int | None = None) -> bool:
+    """Whether it is a tuple of strings, `num` of them; a string counts as a tuple of itself."""
+    texts = cast("tuple[Any, ...]", (value,) if isinstance(value, str) else value)
+    are = isinstance(texts, tuple) and all(isinstance(each, str) for each in texts)  # pyright: ignore[reportUnnecessaryIsInstance]
+    return are and num in (None, len(texts))
 
 
 def _is_float(value: torch.dtype | None) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,14 +21,16 @@ _CALLS = (
     "all_gather_single",
     "reduce_scatter_tensor",
     "reduce_scatter_single",
+    "all_to_all_single",
 )
 
 
 @dataclass
 class Wire:
-    """Calls so far: the name of each, the tensor's elements and its bytes."""
+    """Calls so far: the name of each, the tensor's elements and its bytes; and all dtypes."""
 
     calls: list[tuple[str, int, int]] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
 
     def count(self, name: str = "") -> int:
         """Number of calls of one kind, or of all."""
@@ -60,6 +63,7 @@ def _watch(real: Any, name: str, wire: Wire, before: Callable[[], None]) -> Call
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         before()
         wire.calls.append((name, tensor.numel(), tensor.nbytes))
+        wire.dtypes.add(tensor.dtype)
         return real(tensor, *args, **kwargs)
 
     return call

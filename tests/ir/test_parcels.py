@@ -117,7 +117,7 @@ def test_kernels_of_a_gather(world: int) -> None:
 def test_kernels_of_a_reduction(world: int, nodes: int, hops: int) -> None:
     specs = list(specs_of({"w": (50, 3), "b": (7,)}, layout_of(world, 1)).values())
     codec = Codec("int4", 32)
-    kernels = reduce_kernels(specs, codec, codec, nodes, torch.bfloat16)
+    kernels = reduce_kernels(specs, codec, codec, nodes, [torch.bfloat16] * len(specs))
     assert kernels.pack.inputs == (((150,), torch.bfloat16), ((7,), torch.bfloat16))
     assert (kernels.repack is not None) == (hops == 2)
     if kernels.repack is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from tests.hand_program import Hand
+from tests.passes.code_cases import CODE_CASES
 from tests.program_builder import layout_of, specs_of
 from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
@@ -291,4 +292,5 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("schedule", "reductions"): (Schedule(), gradients_reduced(_THREE)),
     ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
     ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
+    **CODE_CASES,
 }

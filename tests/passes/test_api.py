@@ -18,6 +18,7 @@ PUBLIC = {
     "zerofx.ir",
     "zerofx.passes.base",
     "zerofx.passes.buckets",
+    "zerofx.passes.quantize",
     "zerofx.passes.seams",
 }
 """What docs/passes.md promises; of `zerofx.ir` and `zerofx.cost` every module."""
@@ -37,9 +38,12 @@ EDITS = {
 }
 """Methods that change a graph behind the editor's back."""
 
-MODULES = sorted(
-    {type(each).__module__ for stage in range(4) for each in pipeline(ZeroConfig(stage=stage), 0)}  # type: ignore[arg-type]
-)
+_HELPERS = ("zerofx.passes.buckets", "zerofx.passes.quantize", "zerofx.passes.seams")
+_CONFIGS = [
+    *(ZeroConfig(stage=stage) for stage in (0, 1, 2, 3)),
+    ZeroConfig(quantize_weights="int8", quantize_gradients="int8"),
+]
+MODULES = sorted({type(each).__module__ for one in _CONFIGS for each in pipeline(one, 0)})
 
 
 def _tree(module: str) -> ast.Module:
@@ -67,7 +71,7 @@ def test_built_in_passes_import_what_is_public(module: str) -> None:
         assert not any(name.startswith("_") for name in names), names
 
 
-@pytest.mark.parametrize("module", [*MODULES, "zerofx.passes.buckets", "zerofx.passes.seams"])
+@pytest.mark.parametrize("module", [*MODULES, *_HELPERS])
 def test_built_in_passes_edit_through_the_editor(module: str) -> None:
     used = {node.attr for node in ast.walk(_tree(module)) if isinstance(node, ast.Attribute)}
     assert not used & EDITS

@@ -105,9 +105,9 @@ def capture_programs(
     order: list[int | None] = []
     real = capture.lower
 
-    def recording(program: Program, compiler: Any) -> Any:
+    def recording(program: Program, *args: Any) -> Any:
         programs[program.region] = program
-        run = real(program, compiler)
+        run = real(program, *args)
 
         def boxed(values: list[Any]) -> Any:
             if program.region is Region.FORWARD:

@@ -18,17 +18,20 @@ Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
 
 
 @cache
-def kernel_for(spec: KernelSpec, device: torch.device, folder: Path) -> Kernel:
+def kernel_for(
+    spec: KernelSpec, device: torch.device, folder: Path, *, compiled: bool = True
+) -> Kernel:
     """The kernel that does `spec` on `device`; the same one for equal specs.
 
     Args:
         spec: what it does.
-        device: CUDA devices get an emitted Triton kernel, all others the reference, compiled.
+        device: CUDA devices get an emitted Triton kernel, all others the reference.
         folder: where sources are written, and imported from.
+        compiled: the reference goes through Inductor; otherwise it runs op by op.
 
     Raises:
         KernelError: the device is a CUDA device and Triton is not installed.
     """
     if device.type == "cuda":
         return TritonKernel.build(spec, folder)
-    return Reference(spec, compiled=True)
+    return Reference(spec, compiled)

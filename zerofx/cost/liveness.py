@@ -21,6 +21,7 @@ from torch import fx
 from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import value_bytes
 from zerofx.cost.fusion import values_inside_kernels
+from zerofx.ir.codes import held_bytes
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import (
     FREE,
@@ -222,11 +223,9 @@ class _Ledger:
 
     def _lasts(self, owner: fx.Node) -> bool:
         """Whether the caller holds it all the time."""
-        if owner.op != "placeholder":
-            return False
-        if self._program.region is Region.BACKWARD:
-            return self._before.piece.get(owner.name) in self._before.lasting
-        return True
+        forward = self._program.region is not Region.BACKWARD
+        lasting = forward or self._before.piece.get(owner.name) in self._before.lasting
+        return owner.op == "placeholder" and lasting
 
     def _gathered_at(self, node: fx.Node) -> int:
         if not is_call(node, UNSHARD_START):
@@ -254,6 +253,8 @@ class _Ledger:
         ways, limit = self._transport.algorithms, self._transport.algorithms.pack_bytes
         if shards == 1:
             return 0
+        if codes := held_bytes(self._program, node):
+            return codes
         if is_call(node, UNSHARD_START):
             small = [s.full_bytes for s in specs if s.full_bytes // shards <= limit]
             packed = sum(small) if len(small) > 1 and specs[0].layout.temporary else 0
@@ -271,10 +272,8 @@ class _Ledger:
         return self._message_at(start) if waits_of(start)[0] is node else 0
 
     def _specs(self, node: fx.Node) -> list[ParamSpec]:
-        if not is_call(node, UNSHARD_START, REDUCE_START):
-            return []
-        params = self._program.params
-        return [params[name] for name in facts(node).members if name in params]
+        params, starts = self._program.params, is_call(node, UNSHARD_START, REDUCE_START)
+        return [params[name] for name in facts(node).members if starts and name in params]
 
 
 def _block_of(node: fx.Node, previous: str) -> str:

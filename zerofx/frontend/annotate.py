@@ -63,8 +63,9 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
         elif id(value) in named_buffers:
             buffers[position] = named_buffers[id(value)]
     prefixes = _prefixes(state.domain.session for state in found.values())
+    owners = owners_in(session.root() for session in prefixes)
     return GraphInputs(
-        {place: _qualified(state, prefixes) for place, state in found.items()},
+        {place: _qualified(state, prefixes, owners) for place, state in found.items()},
         {place: prefixes.get(session, "") + name for place, (session, name) in buffers.items()},
         tuple(prefixes),
     )
@@ -86,12 +87,24 @@ def _prefixes(readers: Iterable[Session]) -> dict[Session, str]:
     return out
 
 
-def _qualified(state: ParamState, prefixes: dict[Session, str]) -> ParamSpec:
-    spec, prefix = state.spec, prefixes[state.domain.session]
-    if not prefix:
-        return spec
+def _qualified(
+    state: ParamState, prefixes: dict[Session, str], owners: dict[int, tuple[str, ...]]
+) -> ParamSpec:
+    spec, session = state.spec, state.domain.session
+    prefix = prefixes[session]
     tied = tuple(prefix + name for name in spec.tied)
-    return dataclasses.replace(spec, name=prefix + spec.name, tied=tied)
+    held = owners.get(id(state.param), ())
+    return dataclasses.replace(spec, name=prefix + spec.name, tied=tied, owners=held)
+
+
+def owners_in(roots: Iterable[nn.Module | None]) -> dict[int, tuple[str, ...]]:
+    """For each parameter, by `id`, the classes of the modules that hold it, each once."""
+    found: dict[int, dict[str, None]] = {}
+    for root in roots:
+        for module in root.modules() if root is not None else ():
+            for param in module.parameters(recurse=False):
+                found.setdefault(id(param), {})[type(module).__name__] = None
+    return {param: tuple(names) for param, names in found.items()}
 
 
 def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:

@@ -18,6 +18,7 @@ from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.ir.cut import verify_cut
@@ -132,7 +133,7 @@ class Capture:
         return self._lower(module, Region.INFERENCE)
 
     def _lower(self, module: fx.GraphModule, region: Region) -> Callable[..., Any]:
-        return lower(self._run(module, region), self.compiler)
+        return lower(self._run(module, region), self.compiler, kernels_of(self.config))
 
     def _run(self, module: fx.GraphModule, region: Region) -> Program:
         program = self._program(module, region)

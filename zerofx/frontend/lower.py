@@ -9,6 +9,7 @@ from torch import fx
 
 from zerofx.errors import PassError
 from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.quantize import MakeKernel, gathering, reducing
 from zerofx.frontend.segments import Segment, split
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
@@ -35,8 +36,13 @@ from zerofx.torch_private import lookup_seed_op
 Run = Callable[[list[Any]], Any]
 
 
-def lower(program: Program, compiler: SegmentCompiler) -> Executable:
+def lower(program: Program, compiler: SegmentCompiler, kernels: MakeKernel) -> Executable:
     """Bind communication nodes to the runtime and compile the segments between them.
+
+    Args:
+        program: verified.
+        compiler: of the segments.
+        kernels: makes those that quantize.
 
     Raises:
         PassError: a marker is left, which no pass turned into communication.
@@ -63,7 +69,7 @@ def lower(program: Program, compiler: SegmentCompiler) -> Executable:
         if isinstance(piece, Segment):
             run = compiler.compile(piece, is_backward=backward)
         else:
-            run = _bind(piece, program.region)
+            run = _bind(piece, program, kernels)
         steps.append(
             Step(
                 run,
@@ -96,7 +102,7 @@ def _last_readers(program: Program, pieces: Iterable[fx.Node | Segment]) -> dict
     return last
 
 
-def _bind(node: fx.Node, region: Region) -> Run:
+def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """The runtime call behind a communication node; its tensor arguments come in a list.
 
     Domains are looked up at every call: Dynamo may keep a program longer than the user keeps the
@@ -104,7 +110,7 @@ def _bind(node: fx.Node, region: Region) -> Run:
     """
     match node.target:
         case op if op is UNSHARD_START:
-            return _bind_gather(node, region)
+            return _bind_gather(node, program, kernels)
         case op if op is UNSHARD_WAIT:
             handle, member, size = *_member(node, 1), _size(node)
             return lambda args: domain_of(handle).unshard_wait(args[0], member, size)
@@ -116,8 +122,9 @@ def _bind(node: fx.Node, region: Region) -> Run:
             return lambda args: domain_of(handle).free(args[0])
         case op if op is REDUCE_START:
             handle, given, shards = _handle(node, 2), _places(node, 0), _places(node, 1)
+            codes = reducing(program, node, kernels)
             return lambda args: domain_of(handle).reduce_start(
-                [args[place] for place in given], [args[place] for place in shards]
+                [args[place] for place in given], [args[place] for place in shards], codes
             )
         case op if op is REDUCE_WAIT:
             handle, member = _member(node, 2)
@@ -132,14 +139,15 @@ def _bind(node: fx.Node, region: Region) -> Run:
             raise PassError(f"no runtime for {node.target}", "report this", [node.name])
 
 
-def _bind_gather(start: fx.Node, region: Region) -> Run:
+def _bind_gather(start: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """Sizes and dtypes stand at the waits; verified programs have one for each member."""
-    reuse = region is Region.BACKWARD
+    reuse = program.region is Region.BACKWARD
+    codes = gathering(program, start, kernels)
     handle, shards = _handle(start, 1), _places(start, 0)
     waits = waits_of(start)
     sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
-        [args[place] for place in shards], sizes, dtypes, reuse=reuse
+        [args[place] for place in shards], sizes, dtypes, reuse=reuse, codes=codes
     )
 
 

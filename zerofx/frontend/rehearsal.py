@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.annotate import GraphInputs
+from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.dump import Dump, Reader
 from zerofx.frontend.inner import SegmentCompiler
@@ -109,6 +109,7 @@ def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[
         cast: dtype of their full values, if it is not their own.
     """
     alone = Layout(_SHARDED, 2, 1, resident=False)
+    owners = owners_in([model])
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -122,6 +123,7 @@ def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[
             alone,
             tuple(names[id(param)][1:]),
             cast=cast if cast is not None and param.dtype is not cast else None,
+            owners=owners.get(id(param), ()),
         )
         for index, param in enumerate(model.parameters())
     )
@@ -216,7 +218,9 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
             "choose a divisor of the world size",
         )
     shards = num_ranks // replicas if config.stage > 0 else 1
-    wire = config.reduce_dtype
-    resident = config.stage in (1, 2)
-    sharded = Layout(_SHARDED, shards, num_ranks // shards, resident, reduce_dtype=wire)
+    wire, resident = config.reduce_dtype, config.stage in (1, 2)
+    local = min(config.ranks_per_node or shards, shards)
+    nodes = shards // local if shards % local == 0 else shards
+    replicas = num_ranks // shards
+    sharded = Layout(_SHARDED, shards, replicas, resident, reduce_dtype=wire, num_nodes=nodes)
     return Layout(_WHOLE, 1, num_ranks, False, reduce_dtype=wire), sharded

@@ -158,7 +158,10 @@ def _describe_collective(program: Program, start: fx.Node) -> dict[str, Json]:
             for name in record.members
         ],
         "layout": record.layout,
+        "codecs": list(ops.codecs(start)),
         "wire_bytes": record.wire_bytes,
+        "scale_bytes": record.scale_bytes,
+        "exact": record.exact,
         "by": record.origin,
     }
 

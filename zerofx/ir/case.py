@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,14 @@ from zerofx.ir.view import aliased_inputs, positions
 
 Roots = tuple[fx.Node, ...]
 _NONE: Roots = ()
+
+
+class Offence(NamedTuple):
+    """A node that breaks a rule, how, and the node whose parameter is meant if it is another."""
+
+    node: fx.Node
+    problem: str
+    about: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,8 @@ class Facts:
         members: of a collective, the parameters that it moves, in order; `param` is then empty
             unless there is only one.
         wire_bytes: bytes that this rank sends.
+        scale_bytes: of `wire_bytes`, those of the scales of codes.
+        exact: where others travel as codes, why these do not.
         tier: memory that holds the value.
         origin: pass that inserted it; empty for traced nodes.
     """
@@ -57,6 +59,8 @@ class Facts:
     bucket: str = ""
     members: tuple[str, ...] = ()
     wire_bytes: int = 0
+    scale_bytes: int = 0
+    exact: str = ""
     tier: Tier = Tier.DEVICE
     origin: str = ""
 

@@ -165,14 +165,28 @@ class ReduceKernels:
     unpack: Unpack
 
 
-def unshard_kernels(params: Sequence[ParamSpec], codec: Codec) -> UnshardKernels:
-    """Kernels of a gather of `params`, which have one layout."""
-    num = _num_shards(params)
-    full = [Member(p.name, p.padded_numel, p.padded_numel // num, p.dtype) for p in params]
-    shard = [dataclasses.replace(member, numel=member.chunk) for member in full]
-    return UnshardKernels(
-        Pack(Parcels(tuple(shard), codec, 1)), Unpack(Parcels(tuple(full), codec, num))
+def unshard_kernels(
+    params: Sequence[ParamSpec], codec: Codec, dtypes: Sequence[torch.dtype] | None = None
+) -> UnshardKernels:
+    """Kernels of a gather of `params`, which have one layout.
+
+    Args:
+        params: the parameters; shards have their dtypes.
+        codec: how chunks travel.
+        dtypes: of the full values, if they are not those of the parameters.
+
+    Raises:
+        UnsupportedError: a dtype cannot be quantized.
+    """
+    num, dtypes = _num_shards(params), dtypes or [p.dtype for p in params]
+    chunks = [p.padded_numel // num for p in params]
+    pairs = list(zip(params, chunks, strict=True))
+    shards = tuple(Member(p.name, chunk, chunk, p.dtype) for p, chunk in pairs)
+    fulls = tuple(
+        Member(p.name, p.padded_numel, chunk, dtype)
+        for (p, chunk), dtype in zip(pairs, dtypes, strict=True)
     )
+    return UnshardKernels(Pack(Parcels(shards, codec, 1)), Unpack(Parcels(fulls, codec, num)))
 
 
 def reduce_kernels(
@@ -180,7 +194,7 @@ def reduce_kernels(
     first: Codec,
     second: Codec,
     num_nodes: int,
-    dtype: torch.dtype | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> ReduceKernels:
     """Kernels of a reduction of the gradients of `params`, which have one layout.
 
@@ -189,14 +203,17 @@ def reduce_kernels(
         first: codec inside a node, or of the only hop.
         second: codec across nodes; of the same block size.
         num_nodes: N, which divides the number of shards; neighbouring ranks share a node.
-        dtype: of gradients, if it is not that of the parameters.
+        dtypes: of the gradients, if they are not those of the parameters.
 
     Raises:
         UnsupportedError: the shards do not divide into `num_nodes`, the block sizes differ, or a
             dtype cannot be quantized.
     """
-    num = _num_shards(params)
-    full = tuple(Member(p.name, p.numel, p.padded_numel // num, dtype or p.dtype) for p in params)
+    num, dtypes = _num_shards(params), dtypes or [p.dtype for p in params]
+    full = tuple(
+        Member(p.name, p.numel, p.padded_numel // num, dtype)
+        for p, dtype in zip(params, dtypes, strict=True)
+    )
     chunk = tuple(dataclasses.replace(member, numel=member.chunk) for member in full)
     pack = Pack(Parcels(full, first, num, num_nodes))
     num_local = pack.parcels.num_local

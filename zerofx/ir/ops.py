@@ -8,15 +8,19 @@ Markers appear while a model is traced and say nothing about when or how bytes m
 
 Passes replace them by program nodes, which only a program holds:
 
-* `unshard_start(shards, layout)` → `unshard_wait(pending, shard, size, dtype)` →
+* `unshard_start(shards, layout, codec)` → `unshard_wait(pending, shard, size, dtype)` →
   `free(full, layout)`;
 * `keep(full, shard, layout)` instead of `free`: the next backward may use the value;
-* `reduce_start(grads, shards, layout)` → `reduce_wait(pending, shard)`;
+* `reduce_start(grads, shards, layout, codecs)` → `reduce_wait(pending, shard)`;
 * `sync_buffers(buffers, layout)`: rank 0's values, in place.
 
 A start moves a bucket: one or more parameters of one layout, its members. Each member is waited for
 by a node of its own, which names it by its shard. `size` is the global shape, `layout` an integer
 handle (see `zerofx.ir.spec.Layout`).
+
+ZeRO++ sends codes instead of numbers: `codec` names how a gather writes them, `codecs` how the two
+hops of a reduction do (see `zerofx.ir.parcels.Codec`). Shards are coded as they are at rest, and
+decoded to the dtype of the full value; without a codec numbers travel as they are.
 
 Mixed precision is part of what these mean. A full value has the dtype that its marker or wait
 states, by default the shard's; shards are cast before they travel. Gradients are cast to the
@@ -42,11 +46,11 @@ _LIBRARY = _torch_library.Library("zerofx", "DEF")
 for _schema in (
     "unshard(Tensor shard, SymInt[] size, int layout, ScalarType? dtype=None) -> Tensor",
     "reduce_grad(Tensor grad, Tensor shard, int layout) -> Tensor",
-    "unshard_start(Tensor[] shards, int layout) -> Tensor",
+    "unshard_start(Tensor[] shards, int layout, str? codec=None) -> Tensor",
     "unshard_wait(Tensor pending, Tensor shard, SymInt[] size, ScalarType? dtype=None) -> Tensor",
     "free(Tensor full, int layout) -> ()",
     "keep(Tensor full, Tensor shard, int layout) -> ()",
-    "reduce_start(Tensor[] grads, Tensor[] shards, int layout) -> Tensor",
+    "reduce_start(Tensor[] grads, Tensor[] shards, int layout, str[]? codecs=None) -> Tensor",
     "reduce_wait(Tensor pending, Tensor shard) -> Tensor",
     "sync_buffers(Tensor[] buffers, int layout) -> ()",
 ):
@@ -101,6 +105,13 @@ def full_dtype(full: fx.Node) -> torch.dtype | None:
     return cast("torch.dtype | None", full.args[3]) if len(full.args) > 3 else None
 
 
+def codecs(start: fx.Node) -> tuple[str, ...]:
+    """Names of the codecs of `unshard_start` (one) or `reduce_start` (two); none: exact."""
+    given = start.args[2 if is_call(start, UNSHARD_START) else 3 :]
+    named = given[0] if given else None
+    return (named,) if isinstance(named, str) else tuple(map(str, cast("list[Any]", named or ())))
+
+
 def started_by(wait: fx.Node) -> fx.Node:
     """The collective that `unshard_wait` or `reduce_wait` waits for."""
     start = wait.args[0]
@@ -125,7 +136,7 @@ def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
 
 
 @_fake("zerofx::unshard_start")
-def _(shards: list[Tensor], layout: int) -> Tensor:
+def _(shards: list[Tensor], layout: int, codec: str | None = None) -> Tensor:
     return shards[0].new_empty(0)
 
 
@@ -145,7 +156,9 @@ def _(full: Tensor, shard: Tensor, layout: int) -> None:
 
 
 @_fake("zerofx::reduce_start")
-def _(grads: list[Tensor], shards: list[Tensor], layout: int) -> Tensor:
+def _(
+    grads: list[Tensor], shards: list[Tensor], layout: int, codecs: list[str] | None = None
+) -> Tensor:
     return grads[0].new_empty(0)
 
 

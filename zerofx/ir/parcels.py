@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Literal, get_args
+import re
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -71,6 +72,28 @@ class Codec:
                 "use int8 for asymmetric codes or stochastic rounding",
             )
 
+    @staticmethod
+    def parse(text: str) -> Codec:
+        """The codec that `name` writes; blocks are of 256 numbers if the text does not say.
+
+        Args:
+            text: such as `int8`, `int4x128` or `int8x256.asymmetric.stochastic`.
+
+        Raises:
+            ConfigError: it names no codec.
+        """
+        found = re.fullmatch(r"(\w+?)(?:x(\d+))?(\.asymmetric)?(\.stochastic)?", text)
+        if found is None:
+            raise ConfigError(
+                f"{text!r} is no codec",
+                'write "int8", "int4" or "fp8", then if need be "x128" for blocks of 128 numbers, '
+                '".asymmetric", ".stochastic"',
+            )
+        code, block, asymmetric, stochastic = found.groups()
+        rounding: Rounding = "stochastic" if stochastic else "nearest"
+        # Checked by the class itself.
+        return Codec(cast(Code, code), int(block or 256), not asymmetric, rounding)
+
     @property
     def bits(self) -> int:
         """Bits of a code."""
@@ -98,9 +121,13 @@ class Codec:
         """Slots for scales: one for each block, rounded up to four."""
         return -(-num_blocks // _SLOTS) * _SLOTS
 
+    def scale_bytes(self, num_blocks: int) -> int:
+        """Bytes of a parcel that are no codes: its scales and lows."""
+        return 4 * self.num_params * self.num_slots(num_blocks)
+
     def parcel_bytes(self, num_blocks: int) -> int:
         """Bytes of a parcel of `num_blocks`; a sympy symbol gives the formula."""
-        return num_blocks * self.block_bytes + 4 * self.num_params * self.num_slots(num_blocks)
+        return num_blocks * self.block_bytes + self.scale_bytes(num_blocks)
 
 
 def place(chunk: int, num_local: int, num_nodes: int) -> int:

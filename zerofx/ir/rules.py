@@ -6,12 +6,12 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.case import Case, gradients_by_input
+from zerofx.ir.case import Case, Offence, gradients_by_input
+from zerofx.ir.code_rules import codes_as_stated
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
@@ -26,14 +26,6 @@ _SHARD_ARGUMENT = {
     ops.REDUCE_GRAD: 1,
     ops.REDUCE_WAIT: 1,
 }
-
-
-class Offence(NamedTuple):
-    """A node that breaks a rule, how, and the node whose parameter is meant if it is another."""
-
-    node: fx.Node
-    problem: str
-    about: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +251,7 @@ RULES: tuple[Rule, ...] = (
     Rule("stated_order", stated_order, "start collectives in the order of the plan"),
     Rule("own_shard", own_shard, "pass the shard of the same parameter"),
     Rule("own_dtype", own_dtype, "pass the dtype on when a gather is rebuilt"),
+    Rule("codes_as_stated", codes_as_stated, "call note_sent after the codec is named"),
     Rule("one_gather", one_gather, _ENABLE),
     Rule("freed_once", freed_once, _ENABLE),
     Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),

@@ -42,6 +42,7 @@ class Layout:
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
+        num_nodes: nodes that the shard axis spans, with equally many neighbouring ranks on each.
     """
 
     handle: int
@@ -51,6 +52,7 @@ class Layout:
     shard_axis: str = "shard"
     replica_axis: str = "replicate"
     reduce_dtype: torch.dtype | None = None
+    num_nodes: int = 1
 
     @property
     def sharded(self) -> bool:
@@ -84,6 +86,7 @@ class ParamSpec:
         layout: how it lies on the mesh.
         tied: its other names.
         tier: the memory that holds the shard at rest.
+        owners: classes of the modules that hold it, by name: `Embedding`, `Linear`.
         cast: dtype of the full value, if it is not the one at rest: shards are cast, then gathered.
     """
 
@@ -95,6 +98,7 @@ class ParamSpec:
     layout: Layout
     tied: tuple[str, ...] = ()
     tier: Tier = Tier.DEVICE
+    owners: tuple[str, ...] = ()
     cast: torch.dtype | None = None
 
     @property

@@ -229,6 +229,8 @@ def _notes(record: Facts, name: str, shows_layout: bool) -> str:
         "param": "" if record.param and record.param in name else record.param,
         "layout": record.layout if shows_layout else "",
         "wire": f"{record.wire_bytes}B" if record.wire_bytes else "",
+        "scales": f"{record.scale_bytes}B" if record.scale_bytes else "",
+        "exact": f'"{record.exact}"' if record.exact else "",
         "module": record.module,
         "bucket": "" if record.bucket and record.bucket in name else record.bucket,
         "by": record.origin,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
 from zerofx.ir.facts import Facts, Role, facts
-from zerofx.ir.ops import members
+from zerofx.ir.ops import codecs, members
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 
@@ -26,7 +27,7 @@ class Bucket:
 
     Attributes:
         name: the blocks of the model it serves: `layers.3`, `layers.2–layers.5`.
-        starts: what it replaces, in execution order; of one layout, each of one member.
+        starts: what it replaces, in execution order; of one layout and codec, each of one member.
         full_bytes: size of the full values.
         reason: why it ends where it ends.
     """
@@ -59,7 +60,7 @@ def plan_buckets(
     """Group collectives of one member into buckets.
 
     Neighbours that belong to the same repeated block stay together, so that equal layers get equal
-    buckets; blocks are joined while they fit into `target_bytes`. Layouts are never mixed.
+    buckets; blocks are joined while they fit into `target_bytes`. Layouts and codecs never mix.
 
     Args:
         program: the program.
@@ -71,14 +72,14 @@ def plan_buckets(
     if target_bytes is None:
         whole = sum(spec.full_bytes for spec in program.params.values())
         target_bytes = default_target(whole, most_bytes)
-    by_layout: dict[int, list[tuple[fx.Node, ParamSpec]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[fx.Node, ParamSpec]]] = {}
     for start in starts:
         spec = program.params.get(facts(start).param)
         if spec is not None and len(members(start)) == 1:
-            by_layout.setdefault(spec.layout.handle, []).append((start, spec))
+            alike.setdefault((spec.layout.handle, codecs(start)), []).append((start, spec))
     buckets = [
         bucket
-        for items in by_layout.values()
+        for items in alike.values()
         for bucket in _join(_runs(program, items, target_bytes), target_bytes)
     ]
     return BucketPlan(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
@@ -100,6 +101,7 @@ def bucket_facts(bucket: Bucket, role: Role) -> Facts:
         bucket=bucket.name,
         members=tuple(name for record in records for name in record.members),
         wire_bytes=sum(record.wire_bytes for record in records),
+        exact=", ".join(dict.fromkeys(record.exact for record in records if record.exact)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, gradients, members, waits_of
@@ -54,7 +55,7 @@ class FuseReduces(Pass):
             last = bucket.starts[-1]
             shards = [shard for start in bucket.starts for shard in members(start)]
             grads = [grad for start in bucket.starts for grad in gradients(start)]
-            args = (grads, shards, last.args[2])
+            args = (grads, shards, *last.args[2:])
             anchor = fused = edit.call_before(
                 last, REDUCE_START, args, bucket_facts(bucket, Role.REDUCE)
             )
@@ -65,3 +66,4 @@ class FuseReduces(Pass):
                     anchor = edit.move_readers_after(wait, made)
                     edit.replace(wait, made)
                 edit.erase(start)
+            note_sent(edit, fused)

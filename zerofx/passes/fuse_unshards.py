@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
@@ -55,12 +56,13 @@ class FuseUnshards(Pass):
             first = bucket.starts[0]
             shards = [shard for start in bucket.starts for shard in members(start)]
             record = bucket_facts(bucket, Role.UNSHARD)
-            fused = edit.call_before(first, UNSHARD_START, (shards, first.args[1]), record)
+            fused = edit.call_before(first, UNSHARD_START, (shards, *first.args[1:]), record)
             anchor = fused
             for start in bucket.starts:
                 for wait in waits_of(start):
                     anchor = _waited(edit, wait, fused, anchor, bucket.name)
                 edit.erase(start)
+            note_sent(edit, fused)
 
 
 def _waited(edit: Editor, wait: fx.Node, fused: fx.Node, anchor: fx.Node, name: str) -> fx.Node:

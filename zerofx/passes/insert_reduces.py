@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
+from zerofx.ir.codes import all_reduced_numel
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_GRAD, REDUCE_START, REDUCE_WAIT, gradients
@@ -70,8 +71,7 @@ class InsertReduces(Pass):
 def _wire_bytes(spec: ParamSpec | None, marker: fx.Node) -> int:
     if spec is None:
         return 0
-    shards, replicas = spec.layout.num_shards, spec.layout.num_replicas
+    shards = spec.layout.num_shards
     scatter = spec.numel * (shards - 1) // shards
-    all_reduce = 2 * spec.numel * (replicas - 1) // (replicas * shards)
     dtype = spec.layout.reduce_dtype or gradients(marker)[0].meta["val"].dtype
-    return (scatter + all_reduce) * dtype.itemsize
+    return (scatter + all_reduced_numel(spec)) * dtype.itemsize

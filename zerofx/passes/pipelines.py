@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zerofx.config import ZeroConfig
+from zerofx.config import Stage, ZeroConfig
+from zerofx.errors import ConfigError
+from zerofx.ir.parcels import Codec
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.cast_before_gather import CastBeforeGather
@@ -16,6 +18,8 @@ from zerofx.passes.insert_unshards import InsertUnshards
 from zerofx.passes.keep_unsharded import KeepUnsharded
 from zerofx.passes.merge_reduces import MergeReduces
 from zerofx.passes.merge_unshards import MergeUnshards
+from zerofx.passes.quantize_reduces import QuantizeReduces
+from zerofx.passes.quantize_unshards import QuantizeUnshards
 from zerofx.passes.schedule import Schedule
 from zerofx.passes.sync_buffers import SyncBuffers
 
@@ -53,6 +57,41 @@ _STAGES: dict[int, tuple[Pass, ...]] = {
 }
 
 
+def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
+    """What rounds, and is there only where the user asked for it."""
+    listed: tuple[Pass, ...] = ()
+    exact = tuple(config.quantize_exact)
+    if config.quantize_weights is not None:
+        _needs_stage(config, "quantize_weights", 3)
+        codec = Codec.parse(config.quantize_weights)
+        if codec.rounding != "nearest":
+            raise ConfigError(
+                f"option quantize_weights={config.quantize_weights!r}: forward and backward would "
+                "compute with different weights",
+                "leave stochastic rounding to quantize_gradients",
+            )
+        listed += (QuantizeUnshards(codec.name, exact),)
+    if config.quantize_gradients is not None:
+        _needs_stage(config, "quantize_gradients", 1)
+        inside, across = map(Codec.parse, config.gradient_codecs)
+        if inside.block != across.block:
+            raise ConfigError(
+                f"option quantize_gradients={config.quantize_gradients!r} has blocks of "
+                f"{inside.block} and of {across.block} numbers",
+                "use blocks of one size",
+            )
+        listed += (QuantizeReduces(inside.name, across.name, exact),)
+    return listed
+
+
+def _needs_stage(config: ZeroConfig, option: str, least: Stage) -> None:
+    if config.stage < least:
+        raise ConfigError(
+            f"option {option} has no meaning at stage {config.stage}",
+            f'use backend="zero{least}"' + (" or higher" if least < 3 else ""),
+        )
+
+
 def _optional(config: ZeroConfig, most_bytes: int) -> tuple[Pass, ...]:
     """What makes a program fast; any of it can be left out."""
     return (
@@ -76,12 +115,12 @@ def pipeline(
 
     Raises:
         ConfigError: `disable` or `passes` names no pass of the list, or `passes` holds something
-            that is none.
+            that is none; or quantization has no meaning at this stage.
     """
     listed = _STAGES[config.stage]
     if config.broadcast_buffers:
         listed += (SyncBuffers(layout=buffers_layout),)
-    listed += _optional(config, most_bytes)
+    listed += _lossy(config) + _optional(config, most_bytes)
     listed = change_pipeline(listed, [as_change(each) for each in config.passes])
     names = [each.name for each in listed]
     for name in config.disable:

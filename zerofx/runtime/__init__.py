@@ -2,6 +2,6 @@
 
 Touches device memory and the network; knows nothing of graphs but their vocabulary. Modules:
 handles, session, domain, params, chunks, accumulation, overflow, loss_scale, dtensor_rules,
-buffers, kept, network, comm, pending, mail, exchange, two_hop, collectives, calibrate, speed,
-journal, watch, markers, execute.
+buffers, kept, network, comm, pending, mail, exchange, two_hop, collectives, quantized, calibrate,
+speed, journal, watch, markers, execute.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
+from zerofx.runtime.quantized import Gathering, Reducing, gather_codes, reduce_codes
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -74,6 +75,7 @@ class Domain:
         dtypes: Sequence[torch.dtype | None],
         *,
         reuse: bool = False,
+        codes: Callable[[Sequence[int]], Gathering] | None = None,
     ) -> Pending:
         """Start making full values available; each value is 1-D and padded.
 
@@ -86,6 +88,7 @@ class Domain:
             dtypes: of the full values, by default those of the shards, which are cast before they
                 travel.
             reuse: take what forward kept.
+            codes: kernels for the members at given places, if they travel as codes.
         """
         comm = self.shard_comm
         wanted = [dtype or shard.dtype for shard, dtype in zip(shards, dtypes, strict=True)]
@@ -93,6 +96,7 @@ class Domain:
             return Pending([shard.to(dtype) for shard, dtype in zip(shards, wanted, strict=True)])
         outs: list[Tensor] = []
         moved: list[tuple[Tensor, Tensor]] = []
+        places: list[int] = []
         names: list[str] = []
         refreshed: list[ParamState] = []
         for shard, size, dtype in zip(shards, sizes, wanted, strict=True):
@@ -106,16 +110,26 @@ class Domain:
                 else:
                     out = self.session.pool.take(numel * comm.size, dtype, shard.device)
                 names.append(_name(state))
-                chunk = (
-                    state.chunk(shard, out) if state else padded_chunk(shard, out, comm.rank, numel)
-                )
+                places.append(len(outs))
+                # Codes are made of the shard as it is at rest.
+                near = out if codes is None else shard
+                if state is not None:
+                    chunk = state.chunk(shard, near)
+                elif codes is None:
+                    chunk = padded_chunk(shard, out, comm.rank, numel)
+                else:
+                    chunk = padded_chunk(shard, shard.new_empty(numel), 0, numel)
                 moved.append((out, chunk))
             outs.append(out)
         if not moved:
             return Pending(outs)
         what = ", ".join(names)
         tag = self.session.journal.record("all_gather", what)
-        pending = collectives.all_gather([o for o, _ in moved], [c for _, c in moved], comm, tag)
+        into, chunks = [out for out, _ in moved], [chunk for _, chunk in moved]
+        if codes is not None:
+            pool = self.session.pool
+            return gather_codes(codes(places), into, chunks, comm, tag, pool).then(lambda _: outs)
+        pending = collectives.all_gather(into, chunks, comm, tag)
 
         def finish(gathered: list[Tensor]) -> list[Tensor]:
             for state in refreshed:
@@ -154,11 +168,18 @@ class Domain:
         else:
             self.free(full)
 
-    def reduce_start(self, grads: Sequence[Tensor], shards: Sequence[Tensor]) -> Pending:
+    def reduce_start(
+        self, grads: Sequence[Tensor], shards: Sequence[Tensor], codes: Reducing | None = None
+    ) -> Pending:
         """Start the mean of full gradients over all data-parallel ranks.
 
         With synchronisation off (stages 0 and 1) gradients are added to local sums, and the
         results are zero. Gradients are summed and travel in the layout's `reduce_dtype`.
+
+        Args:
+            grads: this rank's.
+            shards: of their parameters.
+            codes: kernels, if gradients travel as codes.
         """
         grads = [grad.detach().to(self.layout.reduce_dtype or grad.dtype) for grad in grads]
         states = [self.find(shard) for shard in shards]
@@ -169,9 +190,11 @@ class Domain:
                     state.add_pending(grad)
             return Pending([torch.zeros_like(shard) for shard in shards])
         summed = [_with_held(grad, state) for grad, state in zip(grads, states, strict=True)]
-        return self.start_mean(summed, [_name(state) for state in states])
+        return self.start_mean(summed, [_name(state) for state in states], codes)
 
-    def start_mean(self, grads: Sequence[Tensor], names: Sequence[str]) -> Pending:
+    def start_mean(
+        self, grads: Sequence[Tensor], names: Sequence[str], codes: Reducing | None = None
+    ) -> Pending:
         """Start reduce-scatter, or all-reduce for replicated parameters."""
         comm, what = self.shard_comm, ", ".join(names)
         if comm is None:
@@ -179,8 +202,15 @@ class Domain:
         tag = self.session.journal.record("reduce_scatter", what)
         splits = [_row_splits(grad, comm.size) for grad in grads]
         flat = [grad.contiguous().reshape(-1) for grad in grads]
-        pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, self.session.recycler)
-        if comm.algorithms.reduce_scatter == "two_hop":
+        if codes is not None:
+            owned = [split[comm.rank] for split in splits]
+            pending = reduce_codes(codes, flat, owned, comm, tag)
+            hops = 2 if codes.repack is not None else 1
+        else:
+            memory = self.session.recycler
+            pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, memory)
+            hops = 2 if comm.algorithms.reduce_scatter == "two_hop" else 1
+        if hops == 2:
             # The hop inside the node is short; the one between nodes overlaps with what follows.
             self.session.advance(pending)
         if self.replica_comm is not None:

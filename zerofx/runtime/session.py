@@ -263,6 +263,7 @@ class Session:
             num_ranks // num_shards,
             stage in (1, 2),
             reduce_dtype=wire,
+            num_nodes=shard.num_nodes if num_shards > 1 else 1,
         )
         whole = Layout(new_handle(), 1, num_ranks, False, reduce_dtype=wire)
         everyone = self.world if num_ranks > 1 else None

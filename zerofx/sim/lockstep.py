@@ -23,6 +23,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
+from zerofx.sim.codes import gather_codes, mean_codes
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -146,6 +147,9 @@ class _Ranks:
             shards, spec = self._read(node, shard), self._spec(node, name)
             values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
+        if ops.codecs(node):
+            shards = [self._read(node, shard) for shard in ops.members(node)]
+            values = gather_codes(self.program, node, shards)
         return self._start(node, values, sources)
 
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
@@ -161,6 +165,10 @@ class _Ranks:
             grads, shards = self._read(node, grad), self._read(node, shard)
             values[shard] = self._mean(node, self._spec(node, name), grads, shards)
             sources += grads
+        if ops.codecs(node):
+            grads = [self._read(node, grad) for grad in ops.gradients(node)]
+            shards = [self._read(node, shard) for shard in ops.members(node)]
+            values = mean_codes(self.program, node, grads, shards)
         return self._start(node, values, sources)
 
     def _start(

@@ -1,0 +1,1 @@
+"""Quantized gathers and reductions (qwZ and qgZ) on real ranks."""

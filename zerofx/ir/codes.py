@@ -1,0 +1,125 @@
+"""What travels as codes: kernels and bytes of the quantized collectives of a program (ZeRO++)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.edit import Editor
+from zerofx.ir.facts import facts
+from zerofx.ir.kernels import ReduceKernels, UnshardKernels, reduce_kernels, unshard_kernels
+from zerofx.ir.parcels import Codec, Parcels
+from zerofx.ir.program import Program
+from zerofx.ir.spec import ParamSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends.
+
+    Attributes:
+        wire_bytes: all of them.
+        scale_bytes: those that are no codes.
+    """
+
+    wire_bytes: int = 0
+    scale_bytes: int = 0
+
+
+def gather_kernels(
+    program: Program, start: fx.Node, members: Sequence[int] | None = None
+) -> UnshardKernels:
+    """Kernels of a quantized `unshard_start`, which was given its waits.
+
+    Args:
+        program: where it is.
+        start: the node.
+        members: places of those that travel, if not all do.
+    """
+    waits = ops.waits_of(start)
+    places = range(len(waits)) if members is None else members
+    specs = specs_of(program, start)
+    (codec,) = ops.codecs(start)
+    return unshard_kernels(
+        [specs[place] for place in places],
+        Codec.parse(codec),
+        [_dtype(waits[place]) for place in places],
+    )
+
+
+def reduction_kernels(program: Program, start: fx.Node) -> ReduceKernels:
+    """Kernels of a quantized `reduce_start`; gradients travel in the layout's `reduce_dtype`."""
+    specs = specs_of(program, start)
+    first, second = map(Codec.parse, ops.codecs(start))
+    layout = specs[0].layout
+    dtypes = [layout.reduce_dtype or _dtype(grad) for grad in ops.gradients(start)]
+    return reduce_kernels(specs, first, second, layout.num_nodes, dtypes)
+
+
+def sent(program: Program, start: fx.Node) -> Sent:
+    """What a rank sends in a quantized collective, as its kernels write it.
+
+    With replicas the shards of the mean are then all-reduced, which is exact.
+    """
+    if ops.is_call(start, ops.UNSHARD_START):
+        kernels = gather_kernels(program, start)
+        return _times(kernels.pack.parcels, kernels.unpack.parcels.num - 1)
+    kernels = reduction_kernels(program, start)
+    parcels = kernels.pack.parcels
+    found = [_times(parcels, parcels.num - 1)]
+    if kernels.repack is not None:
+        found = [
+            _times(parcels, parcels.num - parcels.num_nodes),
+            _times(kernels.unpack.parcels, parcels.num_nodes - 1),
+        ]
+    all_reduced = sum(
+        all_reduced_numel(spec) * member.dtype.itemsize
+        for spec, member in zip(specs_of(program, start), parcels.members, strict=True)
+    )
+    return Sent(
+        sum(each.wire_bytes for each in found) + all_reduced,
+        sum(each.scale_bytes for each in found),
+    )
+
+
+def note_sent(edit: Editor, start: fx.Node) -> None:
+    """Write down what a collective sends, if it sends codes."""
+    if ops.codecs(start):
+        edit.note(start, **dataclasses.asdict(sent(edit.program, start)))
+
+
+def held_bytes(program: Program, start: fx.Node) -> int:
+    """Bytes of the parcels that a rank holds while a collective is under way; 0 if it is exact."""
+    if not ops.is_call(start, ops.UNSHARD_START, ops.REDUCE_START) or not ops.codecs(start):
+        return 0
+    if ops.is_call(start, ops.UNSHARD_START):
+        return math.prod(gather_kernels(program, start).unpack.parcels.shape)
+    # What it sends, and what arrives in the first hop.
+    return 2 * math.prod(reduction_kernels(program, start).pack.parcels.shape)
+
+
+def specs_of(program: Program, start: fx.Node) -> list[ParamSpec]:
+    """The parameters that a collective moves, in order."""
+    return [program.params[name] for name in facts(start).members]
+
+
+def all_reduced_numel(spec: ParamSpec) -> int:
+    """Elements that a rank sends to the other replicas of its shard."""
+    shards, replicas = spec.layout.num_shards, spec.layout.num_replicas
+    return 2 * spec.numel * (replicas - 1) // (replicas * shards)
+
+
+def _times(parcels: Parcels, count: int) -> Sent:
+    codec, blocks = parcels.codec, parcels.num_blocks
+    return Sent(count * codec.parcel_bytes(blocks), count * codec.scale_bytes(blocks))
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value.dtype

@@ -1,0 +1,59 @@
+"""Send gradients as codes (qgZ)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx
+
+from zerofx.ir.edit import Editor
+from zerofx.ir.ops import REDUCE_START, gradients
+from zerofx.ir.parcels import Codec
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+from zerofx.passes.base import Pass
+from zerofx.passes.quantize import QuantizePlan, plan_codes, send_codes
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReduces(Pass):
+    """Reductions send block-quantized codes instead of numbers (qgZ, ZeRO++ §3.3).
+
+    An all-to-all inside the node, the mean in fp32, quantized again, and an all-to-all across
+    nodes; one hop where a rank has no neighbour on its node, or all ranks share it. The result is
+    the mean over all ranks. What stays exact is what `QuantizeUnshards` leaves exact.
+
+    Attributes:
+        codec: inside a node, or of the only hop.
+        across: between nodes.
+        exact: patterns of names that stay as they are.
+
+    Before:
+        p = reduce_start([g], [s]); a = reduce_wait(p, s)
+    After:
+        p = reduce_start([g], [s], ['int8x256', 'int4x256']); a = reduce_wait(p, s)
+    """
+
+    codec: str = "int8x256"
+    across: str = "int8x256"
+    exact: tuple[str, ...] = ()
+
+    name: ClassVar[str] = "quantize_reduces"
+    regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
+    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "lossy"
+
+    def plan(self, program: Program) -> QuantizePlan:
+        """Decide for each parameter."""
+        starts = program.calls(REDUCE_START)
+        codecs = [Codec.parse(self.codec), Codec.parse(self.across)]
+        return plan_codes(program, starts, codecs, self.exact, _dtype)
+
+    def apply(self, edit: Editor, plan: QuantizePlan) -> None:
+        """Name the codecs at each reduction."""
+        send_codes(edit, plan, edit.program.calls(REDUCE_START), list(plan.codecs))
+
+
+def _dtype(start: fx.Node) -> torch.dtype:
+    return gradients(start)[0].meta["val"].dtype

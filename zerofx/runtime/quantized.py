@@ -1,0 +1,143 @@
+"""Gathers and reductions that send codes instead of numbers (qwZ and qgZ of ZeRO++).
+
+Kernels make and read parcels (see `zerofx.ir.parcels`); here parcels travel. What is handed to a
+process group is uint8, scales inside. Kernels come with the program: this package knows what they
+read and write, not how they compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx.runtime import collectives
+from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.comm import Comm
+from zerofx.runtime.mail import Mail
+from zerofx.runtime.pending import Pending
+
+Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
+"""Called with inputs, outputs and a seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """Kernels of one quantized gather.
+
+    Attributes:
+        pack: padded chunks of all members to `uint8[1, parcel_bytes]`.
+        unpack: `uint8[1, W, parcel_bytes]` to the padded full values, 1-D.
+        parcel_bytes: of one rank.
+    """
+
+    pack: Kernel
+    unpack: Kernel
+    parcel_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reducing:
+    """Kernels of one quantized reduction over d ranks on each of N nodes.
+
+    Attributes:
+        pack: full gradients, 1-D, to `uint8[W, parcel_bytes]`.
+        repack: `uint8[d, N, parcel_bytes]` to `uint8[N, across_bytes]`; `None` for one hop.
+        unpack: `uint8[W or N, 1, bytes]` to this rank's padded chunks, 1-D.
+        parcel_bytes: in the only hop, or inside a node.
+        across_bytes: of a parcel between nodes.
+        chunks: dtype and elements of each padded chunk.
+    """
+
+    pack: Kernel
+    repack: Kernel | None
+    unpack: Kernel
+    parcel_bytes: int
+    across_bytes: int
+    chunks: tuple[tuple[torch.dtype, int], ...]
+
+
+def gather_codes(
+    kernels: Gathering,
+    outs: list[Tensor],
+    chunks: Sequence[Tensor],
+    comm: Comm,
+    tag: int,
+    pool: BufferPool,
+) -> Pending:
+    """Start gathering; see `zerofx.runtime.collectives.all_gather`.
+
+    Args:
+        kernels: of these members.
+        outs: each 1-D; written when the gather has arrived.
+        chunks: each 1-D, this rank's padded chunk.
+        comm: the axis.
+        tag: number that must agree on all ranks.
+        pool: memory of the wire.
+    """
+    wire = pool.take(comm.size * kernels.parcel_bytes, torch.uint8, outs[0].device)
+    own = wire.chunk(comm.size)[comm.rank]
+    kernels.pack(chunks, [own.view(1, -1)], 0)
+
+    def unpack(_: list[Tensor]) -> list[Tensor]:
+        kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
+        pool.give_back(wire)
+        return outs
+
+    return collectives.all_gather([wire], [own], comm, tag).then(unpack)
+
+
+def reduce_codes(
+    kernels: Reducing, grads: Sequence[Tensor], owned: Sequence[int], comm: Comm, tag: int
+) -> Pending:
+    """Start the mean over `comm` of full gradients, of which this rank keeps its chunks.
+
+    Args:
+        kernels: of these members.
+        grads: each 1-D and contiguous.
+        owned: elements of each that this rank owns.
+        comm: the axis.
+        tag: number that must agree on all ranks; it also seeds stochastic rounding.
+    """
+    wire = grads[0].new_empty(comm.size, kernels.parcel_bytes, dtype=torch.uint8)
+    seed = tag * 2 * comm.size + comm.rank
+    kernels.pack(grads, [wire], seed)
+
+    def finish(wires: list[Tensor]) -> list[Tensor]:
+        outs = [wires[0].new_empty(numel, dtype=dtype) for dtype, numel in kernels.chunks]
+        kernels.unpack([wires[0][:, None]], outs, 0)
+        return [out[:numel] for out, numel in zip(outs, owned, strict=True)]
+
+    repack = kernels.repack
+    if repack is None:
+        return _all_to_all(wire, range(comm.size), comm.rank, comm, tag).then(finish)
+
+    def cross(arrived: list[Tensor]) -> Pending:
+        means = wire.new_empty(comm.num_nodes, kernels.across_bytes)
+        repack([arrived[0]], [means], seed + comm.size)
+        column = range(comm.column, comm.size, comm.node_size)
+        return _all_to_all(means, column, comm.node, comm, tag)
+
+    first = comm.node * comm.node_size
+    rows = wire.view(comm.node_size, comm.num_nodes, -1)
+    inside = range(first, first + comm.node_size)
+    return _all_to_all(rows, inside, comm.column, comm, tag).then(cross).then(finish)
+
+
+def _all_to_all(rows: Tensor, ranks: Sequence[int], own: int, comm: Comm, tag: int) -> Pending:
+    """Send row i to the i-th of `ranks`, this one being number `own`; rows come in their order."""
+    arrived = torch.empty_like(rows)
+    if comm.backend == "nccl":
+        # No two ranks of a node share a column, so others than these get nothing.
+        sizes = [len(rows) // len(ranks) if rank in ranks else 0 for rank in range(comm.size)]
+        work = dist.all_to_all_single(arrived, rows, sizes, sizes, comm.group, async_op=True)
+        return Pending([arrived], [work], (rows,))
+    arrived[own].copy_(rows[own])
+    mail = Mail(comm, set(ranks) - {comm.rank})
+    place = {rank: number for number, rank in enumerate(ranks)}
+    by_rank = [place.get(rank, own) for rank in range(comm.size)]
+    mail.post([rows[at] for at in by_rank], [arrived[at] for at in by_rank], tag)
+    return Pending([arrived], mail.deliver(), (rows,))

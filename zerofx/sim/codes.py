@@ -1,0 +1,72 @@
+"""Nodes of a program that send codes, for all ranks in one process; what lockstep does there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from zerofx.ir import ops
+from zerofx.ir.codes import gather_kernels, reduction_kernels, specs_of
+from zerofx.ir.program import Program
+from zerofx.sim.quantized import reduce_quantized, unshard_quantized
+
+ByMember = Sequence[Sequence[Tensor]]
+"""Of each member, the values of all ranks."""
+
+
+def gather_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[fx.Node, list[Tensor]]:
+    """What each rank gets of each member of a quantized `unshard_start`."""
+    specs, kernels = specs_of(program, start), gather_kernels(program, start)
+    num = specs[0].layout.num_shards
+    padded = [
+        [F.pad(shard.reshape(-1), (0, spec.padded_numel // num - shard.numel())) for shard in each]
+        for each, spec in zip(shards, specs, strict=True)
+    ]
+    fulls = [
+        full
+        for replica in _replicas(list(zip(*padded, strict=True)), num)
+        for full in unshard_quantized(kernels, replica)
+    ]
+    return {
+        shard: [full[at][: spec.numel].view(spec.shape) for full in fulls]
+        for at, (shard, spec) in enumerate(zip(ops.members(start), specs, strict=True))
+    }
+
+
+def mean_codes(
+    program: Program, start: fx.Node, grads: ByMember, shards: ByMember
+) -> dict[fx.Node, list[Tensor]]:
+    """What each rank keeps of each member of a quantized `reduce_start`.
+
+    Replicas exchange numbers: the mean over them is exact.
+    """
+    specs, kernels = specs_of(program, start), reduction_kernels(program, start)
+    num, sent = specs[0].layout.num_shards, kernels.pack.parcels.members
+    flat = [
+        [grad.to(member.dtype).reshape(-1) for grad in each]
+        for each, member in zip(grads, sent, strict=True)
+    ]
+    chunks = [
+        chunk
+        for replica in _replicas(list(zip(*flat, strict=True)), num)
+        for chunk in reduce_quantized(kernels, replica)
+    ]
+    values: dict[fx.Node, list[Tensor]] = {}
+    for at, shard in enumerate(ops.members(start)):
+        wide = torch.promote_types(sent[at].dtype, torch.float32)
+        of_rank = torch.stack([chunk[at].to(wide) for chunk in chunks])
+        means = of_rank.view(-1, num, of_rank.shape[1]).mean(0).to(sent[at].dtype)
+        values[shard] = [
+            means[rank % num][: owner.numel()].view(owner.shape).to(owner.dtype)
+            for rank, owner in enumerate(shards[at])
+        ]
+    return values
+
+
+def _replicas(
+    by_rank: Sequence[tuple[Tensor, ...]], num: int
+) -> list[Sequence[tuple[Tensor, ...]]]:
+    return [by_rank[start : start + num] for start in range(0, len(by_rank), num)]
