@@ -49,6 +49,10 @@ class CheckpointError(ZeroFxError):
     """A checkpoint is missing, damaged, does not fit, or could not be written."""
 
 
+class MissingPackageError(ZeroFxError, ImportError):
+    """An optional package is not installed."""
+
+
 class PassError(ZeroFxError):
     """A pass refused its input."""
 

@@ -1,0 +1,37 @@
+"""Hugging Face: `Accelerator` and `Trainer`, each its package's own with zerofx beneath.
+
+Both packages are optional (`pip install 'zerofx[hf]'`) and imported when a name is asked for.
+Modules: accelerator, trainer, adapters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from zerofx.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from zerofx.integrations.accelerator import Accelerator
+    from zerofx.integrations.trainer import Trainer
+
+__all__ = ["Accelerator", "Trainer"]
+
+_HOMES = {
+    "Accelerator": ("accelerator", ("accelerate",)),
+    "Trainer": ("trainer", ("accelerate", "transformers")),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, packages = _HOMES[name]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"zerofx.integrations.{name} needs the package {package}, which is not installed",
+                "pip install 'zerofx[hf]'",
+            )
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

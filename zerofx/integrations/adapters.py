@@ -1,0 +1,1 @@
+"""Which values of a PEFT model its adapters are."""
