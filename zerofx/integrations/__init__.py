@@ -1,6 +1,6 @@
-"""Hugging Face: `Accelerator` and `Trainer`, each its package's own with zerofx beneath.
+"""Hugging Face: `Accelerator`, `Trainer` and PEFT's adapters, with zerofx beneath.
 
-Both packages are optional (`pip install 'zerofx[hf]'`) and imported when a name is asked for.
+The packages are optional (`pip install 'zerofx[hf]'`), and imported when a name is asked for.
 Modules: accelerator, trainer, adapters.
 """
 
@@ -14,13 +14,16 @@ from zerofx.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from zerofx.integrations.accelerator import Accelerator
-    from zerofx.integrations.trainer import Trainer
+    from zerofx.integrations.adapters import save_adapters
+    from zerofx.integrations.trainer import Trainer, TrainerMixin
 
-__all__ = ["Accelerator", "Trainer"]
+__all__ = ["Accelerator", "Trainer", "TrainerMixin", "save_adapters"]
 
 _HOMES = {
     "Accelerator": ("accelerator", ("accelerate",)),
     "Trainer": ("trainer", ("accelerate", "transformers")),
+    "TrainerMixin": ("trainer", ("accelerate", "transformers")),
+    "save_adapters": ("adapters", ("peft",)),
 }
 
 

@@ -32,7 +32,7 @@ class Accelerator(accelerate.Accelerator):
     model itself: nothing wraps it, and `unwrap_model` returns it.
 
     Args:
-        config: stage and options of every prepared model; by default stage 3, or those of a model
+        zero: stage and options of every prepared model; by default stage 3, or those of a model
             that is sharded already.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
         kwargs: those of `accelerate.Accelerator`.
@@ -43,13 +43,13 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(
         self,
-        config: ZeroConfig | None = None,
+        zero: ZeroConfig | None = None,
         *,
         compile_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._config = config
+        self._zero = zero
         self._compile_kwargs = dict(compile_kwargs or {})
         self._refuse_rivals()
 
@@ -73,8 +73,8 @@ class Accelerator(accelerate.Accelerator):
         # "For evaluation" is Accelerate's way to say: mixed precision, but no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         session = session_of(plain)
-        if session is None or self._config is not None:
-            zerofx.shard(plain, self._config)
+        if session is None or self._zero is not None:
+            zerofx.shard(plain, self._zero)
             session = session_of(plain)
         if session is not None and model is plain and plain._compiled_call_impl is None:
             plain.compile(backend=f"zero{session.config.stage}", **self._compile_kwargs)
@@ -153,7 +153,7 @@ class Accelerator(accelerate.Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def _refuse_rivals(self) -> None:
-        ours = self._config or ZeroConfig()
+        ours = self._zero or ZeroConfig()
         kind = self.distributed_type
         rivals = [
             (kind not in _KINDS, f"distributed_type={kind}", "leave that plugin out"),

@@ -1,0 +1,151 @@
+"""transformers' Trainer over zerofx, beside the same Trainer over DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.checkpoint.runs import bitwise, full
+from tests.integrations.loops import config_of, fresh_state
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+UNEVEN = 21  # rows that two ranks cannot share evenly
+
+
+def tiny(dropout: float = 0.0) -> Any:
+    """A Llama that trains in a moment, with tied embeddings."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        attention_dropout=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Texts(torch.utils.data.Dataset):
+    """Sequences that count upwards."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = (torch.arange(10) * (1 + index % 3) + index) % 48
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    """What `compute_metrics` sees: predictions of all ranks, padding removed."""
+    right = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "rows": len(found.predictions)}
+
+
+def trainer_of(stage: int | None, folder: str, model: Any = None, **changes: Any) -> Any:
+    """zerofx's Trainer at a stage, or transformers' own."""
+    from zerofx.integrations import Trainer
+
+    fresh_state()
+    settings: dict[str, Any] = dict(
+        output_dir=folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=6,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        warmup_steps=2,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        save_steps=3,
+        report_to="none",
+        seed=7,
+    )
+    arguments = transformers.TrainingArguments(**{**settings, **changes})
+    kwargs: dict[str, Any] = dict(
+        train_dataset=Texts(20), eval_dataset=Texts(UNEVEN), compute_metrics=accuracy
+    )
+    model = tiny() if model is None else model
+    if stage is None:
+        return transformers.Trainer(model, arguments, **kwargs)
+    return Trainer(model, arguments, zero=config_of(stage), **kwargs)
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def history(trainer: Any) -> list[tuple[float, float]]:
+    """Losses and norms that the trainer logged."""
+    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+
+
+def trained(stage: int | None, folder: str) -> tuple[Any, ...]:
+    """Evaluate, train, evaluate."""
+    # transformers' own trains each rank alone after an evaluation: it never wraps the model.
+    trainer = trainer_of(stage, folder, save_strategy="no")
+    before = trainer.evaluate()["eval_loss"]
+    if stage is None:
+        trainer = trainer_of(stage, folder, save_strategy="no")
+    trainer.train()
+    after = trainer.evaluate()
+    keys = ("eval_loss", "eval_accuracy", "eval_rows")
+    return before, [after[key] for key in keys], history(trainer), values_of(trainer.model)
+
+
+def resumed(stage: int, folder: str, again: int) -> None:
+    """A run in one go, and one that goes on from its third step, bit by bit."""
+    whole = trainer_of(stage, folder, tiny(dropout=0.1))
+    whole.train()
+    state = values_of(whole.model)
+    part = trainer_of(again, folder + "-again", tiny(dropout=0.1))
+    part.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    assert history(part) == history(whole)
+    bitwise(values_of(part.model), state)
+    dist.barrier()
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/checkpoint-6")
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    names = {path.name for path in Path(folder, "checkpoint-6").iterdir()}
+    assert {"zerofx", "model.safetensors", "trainer_state.json", "scheduler.pt"} <= names
+    assert "optimizer.pt" not in names
+
+
+def test_trains_as_over_ddp(tmp_path: Path) -> None:
+    wanted = run_ranks(2, trained, None, str(tmp_path))
+    for stage in (1, 3):
+        for found, want in zip(run_ranks(2, trained, stage, str(tmp_path)), wanted, strict=True):
+            assert found[0] == pytest.approx(want[0], rel=1e-5)
+            assert found[1] == pytest.approx(want[1], rel=1e-4)
+            assert found[1][2] == UNEVEN
+            assert [x for row in found[2] for x in row] == pytest.approx(
+                [x for row in want[2] for x in row], rel=1e-3
+            )
+            for name, value in found[3].items():
+                torch.testing.assert_close(value, want[3][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("stage", "again"), [(3, 3), (2, 1)])
+def test_resumes_bitwise(stage: int, again: int, tmp_path: Path) -> None:
+    run_ranks(2, resumed, stage, str(tmp_path / "run"), again)
