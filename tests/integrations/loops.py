@@ -79,9 +79,7 @@ class Loop:
         )
         torch.manual_seed(100 + self.accelerator.process_index)
 
-    def epoch(
-        self, number: int, first: int = 0, save: tuple[int, str] = (-1, "")
-    ) -> list[float]:
+    def epoch(self, number: int, first: int = 0, save: tuple[int, str] = (-1, "")) -> list[float]:
         """Losses and norms from batch `first` on; saves once, before a given batch."""
         self.model.train()
         losses = []

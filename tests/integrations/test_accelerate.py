@@ -22,7 +22,7 @@ from zerofx.errors import ConfigError, MissingPackageError, ShardingError, Unsup
 def test_trains_as_over_ddp() -> None:
     """Accumulation, clipping, schedule and metrics; the prepared model is the model itself."""
     wanted = run_ranks(2, trained, None, gradient_accumulation_steps=2, timeout=200)
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 1, 3):
         found = run_ranks(2, trained, stage, gradient_accumulation_steps=2, timeout=200)
         for got, want in zip(found, wanted, strict=True):
             assert got[0] == pytest.approx(want[0], rel=1e-5)
@@ -33,7 +33,7 @@ def test_trains_as_over_ddp() -> None:
             assert (got[3], want[3]) == ("Net", "DistributedDataParallel")
 
 
-@pytest.mark.parametrize(("stage", "again"), [(0, 0), (3, 3), (2, 3)])
+@pytest.mark.parametrize(("stage", "again"), [(1, 1), (2, 3)])
 def test_resumes_bitwise(stage: int, again: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     for got, want, values, others, files in run_ranks(

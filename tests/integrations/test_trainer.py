@@ -117,7 +117,9 @@ def values_of(model: Any) -> dict[str, Tensor]:
 
 def history(trainer: Any) -> list[tuple[float, float]]:
     """Losses and norms that the trainer logged."""
-    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+    return [
+        (line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line
+    ]
 
 
 def trained(stage: int | None, folder: str) -> tuple[Any, ...]:
@@ -154,7 +156,9 @@ def resumed(stage: int, folder: str) -> None:
 def test_trains_as_over_ddp(tmp_path: Path) -> None:
     wanted = run_ranks(2, trained, None, str(tmp_path))
     for stage in (1, 3):
-        for found, want in zip(run_ranks(2, trained, stage, str(tmp_path), timeout=200), wanted, strict=True):
+        for found, want in zip(
+            run_ranks(2, trained, stage, str(tmp_path), timeout=200), wanted, strict=True
+        ):
             assert found[0] == pytest.approx(want[0], rel=1e-5)
             assert found[1] == pytest.approx(want[1], rel=1e-4)
             assert found[1][2] == UNEVEN

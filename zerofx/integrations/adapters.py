@@ -50,8 +50,6 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     chosen: set[int] = set()
     for adapter in plain.peft_config:
         # It renames what it chooses, but hands the values on as they are: shards.
-        found = peft.get_peft_model_state_dict(
-            plain, state_dict=dict(state), adapter_name=adapter
-        )
+        found = peft.get_peft_model_state_dict(plain, state_dict=dict(state), adapter_name=adapter)
         chosen |= {id(value) for value in found.values()}
     return full_state_dict(plain, {name for name in state if id(state[name]) in chosen})

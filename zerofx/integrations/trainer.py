@@ -57,9 +57,7 @@ class TrainerMixin(_Base):
         _refuse_rivals(self.args)
         super().create_accelerator_and_postprocess()
         arguments = self._accelerator_arguments
-        self.accelerator = Accelerator(
-            self._zero, compile_kwargs=self._compile_kwargs, **arguments
-        )
+        self.accelerator = Accelerator(self._zero, compile_kwargs=self._compile_kwargs, **arguments)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics,
             use_gather_object=self.args.eval_use_gather_object,
