@@ -65,7 +65,7 @@ def saved(folder: str) -> None:
     loop.accelerator.wait_for_everyone()
     plain = Net()
     plain.load_state_dict(_read(folder))
-    bitwise({name: value for name, value in plain.state_dict().items()}, dict(loop.values()))
+    bitwise(plain.state_dict(), dict(loop.values()))
 
 
 def _read(folder: str) -> dict[str, torch.Tensor]:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-peft = pytest.importorskip("peft")
-
 import zerofx
 from benchmarks.meters import live_storages
 from tests.hard.pair import EAGER, Pair, draw, full, same
 from tests.hard.wire import watched
 from tests.ranks import run_ranks
 from zerofx.errors import UnsupportedError
+
+peft = pytest.importorskip("peft")
 
 WIDTH, RANK = 64, 2
 

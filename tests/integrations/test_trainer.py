@@ -84,27 +84,29 @@ def trainer_of(stage: int | None, folder: str, model: Any = None, **changes: Any
     from zerofx.integrations import Trainer
 
     fresh_state()
-    settings: dict[str, Any] = dict(
-        output_dir=folder,
-        use_cpu=True,
-        ddp_backend="gloo",
-        max_steps=6,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=3,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        warmup_steps=2,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        save_steps=3,
-        report_to="none",
-        seed=7,
-    )
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "disable_tqdm": True,
+        "save_steps": 3,
+        "report_to": "none",
+        "seed": 7,
+    }
     arguments = transformers.TrainingArguments(**{**settings, **changes})
-    kwargs: dict[str, Any] = dict(
-        train_dataset=Texts(20), eval_dataset=Texts(UNEVEN), compute_metrics=accuracy
-    )
+    kwargs: dict[str, Any] = {
+        "train_dataset": Texts(20),
+        "eval_dataset": Texts(UNEVEN),
+        "compute_metrics": accuracy,
+    }
     model = tiny() if model is None else model
     if stage is None:
         return transformers.Trainer(model, arguments, **kwargs)
@@ -176,8 +178,9 @@ def test_resumes_bitwise(stage: int, tmp_path: Path) -> None:
 
 def keeps_best(folder: str) -> None:
     """The best weights by evaluation are back at the end: the first ones, as the rate is absurd."""
-    how = dict(eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True)
-    trainer = trainer_of(3, folder, max_steps=3, learning_rate=1e6, warmup_steps=0, **how)
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    absurd = {"learning_rate": 1e6, "warmup_steps": 0, "max_steps": 3}
+    trainer = trainer_of(3, folder, load_best_model_at_end=True, **often, **absurd)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     saved = Counting.from_pretrained(best).state_dict()
