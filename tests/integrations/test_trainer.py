@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zerofx.integrations
 from tests.checkpoint.runs import bitwise, full
 from tests.integrations.loops import config_of, fresh_state
 from tests.ranks import run_ranks
+from zerofx import ZeroConfig
 from zerofx.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -56,7 +60,7 @@ class Counting(transformers.PreTrainedModel):
 
 def tiny(dropout: float = 0.0) -> Any:
     torch.manual_seed(0)
-    return Counting(Config(), dropout)
+    return Counting(Config(tie_word_embeddings=True), dropout)
 
 
 class Texts(torch.utils.data.Dataset):
@@ -79,7 +83,9 @@ def accuracy(found: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean()), "rows": len(found.predictions)}
 
 
-def trainer_of(stage: int | None, folder: str, model: Any = None, **changes: Any) -> Any:
+def trainer_of(
+    stage: int | None, folder: str, model: Any = None, zero: Any = None, **changes: Any
+) -> Any:
     """zerofx's Trainer at a stage, or transformers' own."""
     from zerofx.integrations import Trainer
 
@@ -110,7 +116,7 @@ def trainer_of(stage: int | None, folder: str, model: Any = None, **changes: Any
     model = tiny() if model is None else model
     if stage is None:
         return transformers.Trainer(model, arguments, **kwargs)
-    return Trainer(model, arguments, zero=config_of(stage), **kwargs)
+    return Trainer(model, arguments, zero=zero or config_of(stage), **kwargs)
 
 
 def values_of(model: Any) -> dict[str, Tensor]:
@@ -190,6 +196,49 @@ def keeps_best(folder: str) -> None:
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     run_ranks(2, keeps_best, str(tmp_path / "run"), timeout=200)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsFile:
+    """What a file of DeepSpeed would ask for: SGD, and a schedule that never warms up."""
+
+    config: ZeroConfig
+    batch: Any = dataclasses.field(
+        default_factory=lambda: types.SimpleNamespace(micro=2, accumulation=2)
+    )
+    gradient_clipping: float = 1.0
+    scaling: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(enabled=False))
+    autocast_dtype: Any = None
+    optimizer: Any = "SGD"
+    shape: Any = "constant"
+
+    def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.5, weight_decay=0.1)
+
+    def make_scheduler(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+def follows_a_file(folder: str) -> None:
+    asked = AsFile(dataclasses.replace(config_of(2), accumulate=2))
+    trainer = trainer_of(2, folder, max_steps=2, save_strategy="no", zero=asked)
+    trainer.train()
+    groups = trainer.optimizer.optimizer.param_groups
+    assert type(trainer.optimizer.optimizer) is torch.optim.SGD
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [
+        (2, 0.1),
+        (1, 0.0),
+    ]
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+    assert rates == [0.5, 0.5]
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps: 2 in the file, 1"):
+        trainer_of(2, folder, gradient_accumulation_steps=1, zero=asked)
+    auto = zerofx.integrations.auto_values(trainer.args)
+    assert auto["gradient_accumulation_steps"] == 2 and auto["optimizer.params.lr"] == 1e-2
+
+
+def test_a_file_of_deepspeed_gives_optimizer_and_schedule(tmp_path: Path) -> None:
+    run_ranks(2, follows_a_file, str(tmp_path), timeout=200)
 
 
 def refuses(folder: str) -> None:

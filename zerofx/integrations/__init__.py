@@ -1,7 +1,7 @@
 """Hugging Face: `Accelerator`, `Trainer` and PEFT's adapters, with zerofx beneath.
 
 The packages are optional (`pip install 'zerofx[hf]'`), and imported when a name is asked for.
-Modules: accelerator, trainer, adapters.
+Modules: accelerator, trainer, adapters, recipe.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from zerofx.errors import MissingPackageError
 if TYPE_CHECKING:
     from zerofx.integrations.accelerator import Accelerator
     from zerofx.integrations.adapters import save_adapters
+    from zerofx.integrations.recipe import auto_values
     from zerofx.integrations.trainer import Trainer, TrainerMixin
 
-__all__ = ["Accelerator", "Trainer", "TrainerMixin", "save_adapters"]
+__all__ = ["Accelerator", "Trainer", "TrainerMixin", "auto_values", "save_adapters"]
 
 _HOMES = {
     "Accelerator": ("accelerator", ("accelerate",)),
     "Trainer": ("trainer", ("accelerate", "transformers")),
     "TrainerMixin": ("trainer", ("accelerate", "transformers")),
+    "auto_values": ("recipe", ()),
     "save_adapters": ("adapters", ("peft",)),
 }
 

@@ -87,7 +87,7 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2
+        self, parameters: Any, max_norm: float, norm_type: int = 2
     ) -> Tensor | None:
         """Clip, and return the norm over all ranks: a plain tensor of no dimensions."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -155,11 +155,13 @@ class Accelerator(accelerate.Accelerator):
     def _refuse_rivals(self) -> None:
         ours = self._zero or ZeroConfig()
         kind = self.distributed_type
+        plugin: Any = self.state.dynamo_plugin
+        compiler = plugin.backend
         rivals = [
             (kind not in _KINDS, f"distributed_type={kind}", "leave that plugin out"),
             (
-                self.state.dynamo_plugin.backend != DynamoBackend.NO,
-                f"dynamo_backend={self.state.dynamo_plugin.backend}",
+                compiler != DynamoBackend.NO,
+                f"dynamo_backend={compiler}",
                 "leave it out: prepare compiles with the backend of the config's stage",
             ),
             (

@@ -6,24 +6,25 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
 import zerofx
-from zerofx import checkpoint
+from zerofx import checkpoint as sharded
 from zerofx.config import ZeroConfig
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.accelerator import Accelerator
 from zerofx.integrations.adapters import adapter_state_dict
+from zerofx.integrations.recipe import Recipe, agreed_config
 
 _FOLDER = "zerofx"
 _SCHEDULER = "scheduler.pt"
 
-# A mixin, for the trainers that others derive from transformers'.
-_Base = transformers.Trainer if TYPE_CHECKING else object
+# What a mixin stands on is known where it is mixed in.
+_Base: Any = object
 
 
 class TrainerMixin(_Base):
@@ -33,7 +34,8 @@ class TrainerMixin(_Base):
     weights once more, are in the folder `zerofx`, in the format of `torch.distributed.checkpoint`.
 
     Args:
-        zero: stage and options; stage 3 by default.
+        zero: stage and options, stage 3 by default; or what `zerofx.from_deepspeed` returns, whose
+            optimizer and schedule are used if its file names them.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
         args, kwargs: those of the trainer.
 
@@ -44,11 +46,12 @@ class TrainerMixin(_Base):
     def __init__(
         self,
         *args: Any,
-        zero: ZeroConfig | None = None,
+        zero: ZeroConfig | Recipe | None = None,
         compile_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._zero = zero
+        self._recipe = None if zero is None or isinstance(zero, ZeroConfig) else zero
+        self._zero = zero if isinstance(zero, ZeroConfig) else None
         self._compile_kwargs = compile_kwargs
         super().__init__(*args, **kwargs)
 
@@ -56,6 +59,8 @@ class TrainerMixin(_Base):
         """Put zerofx's accelerator in the place of the one that transformers makes."""
         _refuse_rivals(self.args)
         super().create_accelerator_and_postprocess()
+        if self._recipe is not None:
+            self._zero = agreed_config(self._recipe, self.args)
         arguments = self._accelerator_arguments
         self.accelerator = Accelerator(self._zero, compile_kwargs=self._compile_kwargs, **arguments)
         self.gather_function = functools.partial(
@@ -63,11 +68,38 @@ class TrainerMixin(_Base):
             use_gather_object=self.args.eval_use_gather_object,
         )
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As transformers does, or as the recipe says; biases and norms do not decay."""
+        if self._recipe is None or self._recipe.optimizer is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        wanted = model or self.model
+        decaying = set(self.get_decay_parameter_names(wanted))
+        named = [(name, param) for name, param in wanted.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for name, param in named if name in decaying]},
+            {
+                "params": [param for name, param in named if name not in decaying],
+                "weight_decay": 0.0,
+            },
+        ]
+        self.optimizer = self._recipe.make_optimizer(groups)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """As transformers does, or as the recipe says."""
+        if self._recipe is None or self._recipe.shape is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = self._recipe.make_scheduler(optimizer or self.optimizer)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write full weights, or adapters, as `from_pretrained` reads them; every rank calls it."""
         state = adapter_state_dict(self.model)
         if state is None:
-            state = checkpoint.full_state_dict(self.model)
+            state = sharded.full_state_dict(self.model)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -78,23 +110,21 @@ class TrainerMixin(_Base):
         return self._accelerator_arguments
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer: Any = self.optimizer
-        checkpoint.save(Path(output_dir) / _FOLDER, self.model, optimizer.optimizer)
+        sharded.save(Path(output_dir) / _FOLDER, self.model, _inner(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
-    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
-        if checkpoint_folder is None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
             return
-        folder = Path(checkpoint_folder)
+        folder = Path(checkpoint)
         if not (folder / _FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} holds no sharded optimizer state (folder {_FOLDER})",
                 "resume from a checkpoint that this trainer wrote without save_only_model; "
                 "from_pretrained reads the weights of any",
             )
-        optimizer: Any = self.optimizer
-        checkpoint.load(folder / _FOLDER, self.model, optimizer.optimizer)
+        sharded.load(folder / _FOLDER, self.model, _inner(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(
@@ -105,7 +135,7 @@ class TrainerMixin(_Base):
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if (best / _FOLDER).is_dir():
-            checkpoint.load(best / _FOLDER, self.model)
+            sharded.load(best / _FOLDER, self.model)
         else:
             zerofx.load_safetensors(self.model, best)
 
@@ -114,9 +144,14 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` over zerofx: `Trainer(model, args, …, zero=ZeroConfig(stage=3))`."""
 
 
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer without Accelerate's wrapper."""
+    return optimizer.optimizer
+
+
 def _refuse_rivals(args: transformers.TrainingArguments) -> None:
     rivals = [
-        (args.deepspeed, "deepspeed", "give the file to zerofx: Trainer(zero=…)"),
+        (args.deepspeed, "deepspeed", "Trainer(zero=zerofx.from_deepspeed(path, …))"),
         (args.fsdp, "fsdp", "leave it out"),
         (args.torch_compile, "torch_compile", "leave it out: zerofx compiles the model"),
         (args.n_gpu > 1, f"n_gpu={args.n_gpu}", "start one process per GPU with torchrun"),

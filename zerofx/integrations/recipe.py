@@ -1,0 +1,103 @@
+"""A `ds_config.json` beside a trainer's arguments: what the file asks for, and where both agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from zerofx.config import ZeroConfig
+from zerofx.errors import ConfigError
+
+
+class Sizes(Protocol):
+    """Samples per rank and backward, and backwards per optimizer step."""
+
+    @property
+    def micro(self) -> int: ...
+
+    @property
+    def accumulation(self) -> int: ...
+
+
+class Recipe(Protocol):
+    """What a trainer needs of what `zerofx.from_deepspeed` returns."""
+
+    @property
+    def config(self) -> ZeroConfig: ...
+
+    @property
+    def batch(self) -> Sizes: ...
+
+    @property
+    def gradient_clipping(self) -> float: ...
+
+    @property
+    def scaling(self) -> Any: ...
+
+    @property
+    def autocast_dtype(self) -> Any: ...
+
+    @property
+    def optimizer(self) -> Any: ...
+
+    @property
+    def shape(self) -> Any: ...
+
+    def make_optimizer(self, params: Iterable[Any]) -> Optimizer: ...
+
+    def make_scheduler(self, optimizer: Optimizer) -> Any: ...
+
+
+def auto_values(args: Any) -> dict[str, Any]:
+    """Values for the keys that a `ds_config.json` gives as "auto", out of `TrainingArguments`."""
+    steps = {"scheduler.params.total_num_steps": args.max_steps} if args.max_steps > 0 else {}
+    return {
+        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_clipping": args.max_grad_norm,
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": args.get_warmup_steps(max(args.max_steps, 0)),
+        "fp16.enabled": args.fp16,
+        "bf16.enabled": args.bf16,
+        **steps,
+    }
+
+
+def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
+    """The options of the file, once its sizes are seen to be those of the arguments.
+
+    Raises:
+        ConfigError: they are not, or the file scales losses or casts by autocast, which the
+            arguments do; names the keys.
+    """
+    pairs = {
+        "train_micro_batch_size_per_gpu": (recipe.batch.micro, args.per_device_train_batch_size),
+        "gradient_accumulation_steps": (
+            recipe.batch.accumulation,
+            args.gradient_accumulation_steps,
+        ),
+        "gradient_clipping": (recipe.gradient_clipping, args.max_grad_norm),
+        "fp16 (loss scaling)": (recipe.scaling.enabled, False),
+        "torch_autocast": (recipe.autocast_dtype, None),
+    }
+    against = [
+        f"{key}: {file} in the file, {wanted} for the trainer"
+        for key, (file, wanted) in pairs.items()
+        if file != wanted
+    ]
+    if against:
+        raise ConfigError(
+            "the file contradicts the trainer's arguments",
+            'write "auto" in the file and pass from_deepspeed(path, auto=auto_values(args)); use '
+            "bf16 in the file, or fp16 in TrainingArguments alone",
+            against,
+        )
+    return dataclasses.replace(recipe.config, accumulate=1)  # the trainer counts
