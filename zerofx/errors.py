@@ -41,6 +41,10 @@ class UnreducedGradientError(ZeroFxError):
     """An optimizer is about to apply gradients that no rank exchanged."""
 
 
+class NonFiniteGradientError(ZeroFxError):
+    """A gradient has nan or inf before an optimizer step (option `detect_anomaly`)."""
+
+
 class StaleHandleError(ZeroFxError):
     """A parameter object from before sharding is used after it."""
 
