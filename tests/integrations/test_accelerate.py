@@ -49,8 +49,10 @@ def in_low_precision() -> torch.dtype:
     loop = Loop(3, mixed_precision="bf16")
     seen = []
     loop.model.layers[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
-    assert all(torch.isfinite(torch.tensor(loop.epoch(0))))
-    assert loop.model(torch.randn(4, 7)).dtype is torch.float32
+    out = loop.model(torch.randn(4, 7))
+    loop.accelerator.backward(out.sum())
+    loop.optimizer.step()
+    assert out.dtype is torch.float32
     return seen[0]
 
 
@@ -85,7 +87,11 @@ def refusals() -> None:
 
     fresh_state()
     with pytest.raises(ConfigError, match="accumulate=2"):
-        Accelerator(ZeroConfig(accumulate=2), cpu=True)
+        Accelerator(ZeroConfig(accumulate=2), cpu=True).prepare(Net())
+    fresh_state()
+    with pytest.raises(ConfigError, match="dynamo_backend"):
+        Accelerator(cpu=True, dynamo_backend="eager")
+    fresh_state()
     accelerator = Accelerator(config_of(3), cpu=True)
     with pytest.raises(UnsupportedError, match="wrapped in DistributedDataParallel"):
         accelerator.prepare(DistributedDataParallel(Net()))

@@ -38,7 +38,7 @@ class Accelerator(accelerate.Accelerator):
         kwargs: those of `accelerate.Accelerator`.
 
     Raises:
-        ConfigError: two libraries are to distribute, compile or accumulate; names the option.
+        ConfigError: another library is to distribute or compile, too; names the option.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Accelerator(accelerate.Accelerator):
 
         Raises:
             UnsupportedError: DistributedDataParallel or FSDP wraps it.
+            ConfigError: its options count micro-batches, which Accelerate does.
         """
         plain = unwrap_compiled(model)
         refuse_wrappers(plain.modules())
@@ -76,6 +77,12 @@ class Accelerator(accelerate.Accelerator):
         if session is None or self._zero is not None:
             zerofx.shard(plain, self._zero)
             session = session_of(plain)
+        if session is not None and session.config.accumulate != 1:
+            raise ConfigError(
+                f"ZeroConfig(accumulate={session.config.accumulate}) counts backwards, and so does "
+                "Accelerate",
+                "use Accelerator(gradient_accumulation_steps=…), and accelerator.accumulate(model)",
+            )
         if session is not None and model is plain and plain._compiled_call_impl is None:
             plain.compile(backend=f"zero{session.config.stage}", **self._compile_kwargs)
         return model
@@ -153,7 +160,6 @@ class Accelerator(accelerate.Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def _refuse_rivals(self) -> None:
-        ours = self._zero or ZeroConfig()
         kind = self.distributed_type
         plugin: Any = self.state.dynamo_plugin
         compiler = plugin.backend
@@ -163,11 +169,6 @@ class Accelerator(accelerate.Accelerator):
                 compiler != DynamoBackend.NO,
                 f"dynamo_backend={compiler}",
                 "leave it out: prepare compiles with the backend of the config's stage",
-            ),
-            (
-                ours.accumulate != 1,
-                f"ZeroConfig(accumulate={ours.accumulate})",
-                "use Accelerator(gradient_accumulation_steps=…), and accelerator.accumulate(model)",
             ),
         ]
         for there, what, remedy in rivals:

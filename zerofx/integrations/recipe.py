@@ -52,8 +52,14 @@ class Recipe(Protocol):
 
 
 def auto_values(args: Any) -> dict[str, Any]:
-    """Values for the keys that a `ds_config.json` gives as "auto", out of `TrainingArguments`."""
-    steps = {"scheduler.params.total_num_steps": args.max_steps} if args.max_steps > 0 else {}
+    """Values for the keys that a `ds_config.json` gives as "auto", out of `TrainingArguments`.
+
+    The schedule's steps are among them if `max_steps` is set; a number of epochs does not tell.
+    """
+    steps = {
+        "scheduler.params.total_num_steps": args.max_steps,
+        "scheduler.params.warmup_num_steps": args.get_warmup_steps(args.max_steps),
+    }
     return {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -64,10 +70,9 @@ def auto_values(args: Any) -> dict[str, Any]:
         "optimizer.params.weight_decay": args.weight_decay,
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": args.learning_rate,
-        "scheduler.params.warmup_num_steps": args.get_warmup_steps(max(args.max_steps, 0)),
         "fp16.enabled": args.fp16,
         "bf16.enabled": args.bf16,
-        **steps,
+        **(steps if args.max_steps > 0 else {}),
     }
 
 
