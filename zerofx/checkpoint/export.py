@@ -44,6 +44,7 @@ def export_safetensors(
         content = _collect({name: values[name] for name in names})
         if partial is not None:
             save_file(content, partial / file, metadata={"format": "pt"})
+        del content
     if partial is not None:
         _write_index(partial, files, sum(map(_num_bytes, values.values())))
         _write_config(partial, unwrap_compiled(model))
@@ -63,17 +64,20 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
         On rank 0 the values by name, on its host; on other ranks nothing.
     """
     values = _once(model)
-    return _collect({key: values[key] for key in values if names is None or key in names})
+    return _collect({key: values[key] for key in values if names is None or key in names}, True)
 
 
-def _collect(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the full values on rank 0's host, one after the other; other ranks get none."""
+def _collect(values: dict[str, Tensor], copy: bool = False) -> dict[str, Tensor]:
+    """Full values on rank 0's host, one after the other; other ranks get none.
+
+    Without `copy` what was full there already is not copied.
+    """
     writes = not _together() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
     for name, value in values.items():
         full = _on_first_rank(value)
         if full is not None and writes:
-            found[name] = full.to("cpu", copy=True)
+            found[name] = full.to("cpu", copy=copy)
         del full
     return found
 
