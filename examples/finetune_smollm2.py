@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         display = Display(world)
         torch.manual_seed(args.seed)
         with display.phase("model and text"):
-            task = load_task(args, world)
+            task = smollm2.load_on_all(world, args.cache, tiny=args.tiny)
 
         model = task.model.to(world.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
@@ -92,16 +92,6 @@ def main(argv: list[str] | None = None) -> None:
             heading = f"SmolLM2-135M on Shakespeare, zero{args.stage}, {world.size} ranks"
             draw_losses(picture, progress.losses, before, after, heading)
             display.console.print(f"[dim]loss curve: {picture}")
-
-
-def load_task(args: argparse.Namespace, world: World) -> smollm2.Task:
-    """The model and its data; one rank of each machine fills the cache for the others."""
-    if args.tiny:
-        return smollm2.load_tiny()
-    with world.first_on_node() as first:
-        if first:
-            smollm2.prepare(args.cache)
-    return smollm2.load(args.cache)
 
 
 def describe(args: argparse.Namespace, world: World, model: torch.nn.Module) -> dict[str, str]:

@@ -57,6 +57,14 @@ def test_quickstart_needs_no_torchrun(tmp_path: Path) -> None:
     assert "loss" in printed
 
 
+def test_trainer_trains_and_saves(tmp_path: Path) -> None:
+    few = ("--length", "32", "--eval-windows", "3", "--save-every", "2", "--steps", "2")
+    printed = run(tmp_path, "trainer_smollm2.py", *few)
+    assert "eval_loss" in printed and "eval_accuracy" in printed
+    assert (tmp_path / "checkpoint-2" / "zerofx").is_dir()
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
 def test_own_passes_change_what_moves_and_no_number() -> None:
     lines = run_script("own_pass.py", "--steps", "2").splitlines()
     losses = [line.split()[1:3] for line in lines if line.startswith("losses")]

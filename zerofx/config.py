@@ -78,6 +78,8 @@ class ZeroConfig:
         output_dtype: dtype to which floating-point outputs of the model's forward are cast.
         cast_forward_inputs: cast floating-point inputs of the model's forward to `param_dtype`.
         verify: check the program's rules after every pass.
+        detect_anomaly: before every optimizer step, look for nan and inf in gradients and stop all
+            ranks with the parameters' names. It reads every gradient, and waits for the device.
         disable: names of passes to leave out.
         passes: changes of the pipeline, in order: a pass (an instance) goes to the end,
             `zerofx.before`, `after`, `replace` and `without` name the place of another one.
@@ -107,6 +109,7 @@ class ZeroConfig:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     verify: bool = True
+    detect_anomaly: bool = False
     disable: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
     hang_timeout: float = 10.0

@@ -45,12 +45,20 @@ class LossScaleError(ZeroFxError):
     """Gradients overflow at the lowest loss scale that is allowed."""
 
 
+class NonFiniteGradientError(ZeroFxError):
+    """A gradient has nan or inf before an optimizer step (option `detect_anomaly`)."""
+
+
 class StaleHandleError(ZeroFxError):
     """A parameter object from before sharding is used after it."""
 
 
 class CheckpointError(ZeroFxError):
     """A checkpoint is missing, damaged, does not fit, or could not be written."""
+
+
+class MissingPackageError(ZeroFxError, ImportError):
+    """An optional package is not installed."""
 
 
 class PassError(ZeroFxError):

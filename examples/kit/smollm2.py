@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kit.assets import SMOLLM2, fetch, staged
 from kit.corpus import Text, encode_all, python_manual, shakespeare
+from kit.world import World
 
 # Everything is local: transformers must not ask its hub for anything.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -49,6 +50,16 @@ def prepare(cache: Path) -> Path:
         with staged(tokens) as path:
             save_file(_encode(text, tokenizer.encode), path)
     return folder
+
+
+def load_on_all(world: World, cache: Path, *, tiny: bool) -> Task:
+    """The model and its data; one rank of each machine fills the cache for the others."""
+    if tiny:
+        return load_tiny()
+    with world.first_on_node() as first:
+        if first:
+            prepare(cache)
+    return load(cache)
 
 
 def load(cache: Path) -> Task:

@@ -5,7 +5,7 @@ damage, export; source, formats, deepspeed and convert read what others wrote.
 """
 
 from zerofx.checkpoint.convert import to_dcp, to_safetensors
-from zerofx.checkpoint.export import export_safetensors
+from zerofx.checkpoint.export import export_safetensors, full_state_dict
 from zerofx.checkpoint.formats import open_source
 from zerofx.checkpoint.source import Source, Stored
 from zerofx.checkpoint.store import Saving, async_save, latest, load, save
@@ -18,6 +18,7 @@ __all__ = [
     "Stored",
     "async_save",
     "export_safetensors",
+    "full_state_dict",
     "latest",
     "load",
     "open_source",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,20 +47,45 @@ def export_safetensors(
     files = split(values, max_shard_bytes, dtype)
     partial = begin(Path(folder).absolute()) if writes else None
     for file, names in files.items():
-        content: dict[str, Tensor] = {}
-        for name in names:
-            full = _on_first_rank(cast_floats(values[name], dtype))
-            if full is not None and partial is not None:
-                content[name] = full.cpu()
-            del full
+        content = _collect({name: cast_floats(values[name], dtype) for name in names})
         if partial is not None:
             save_file(content, partial / file, metadata={"format": "pt"})
+        del content
     if partial is not None:
         write_index(partial, files, values, dtype)
         _write_config(partial, unwrap_compiled(model))
         publish(partial, Path(folder).absolute())
     if _together():
         dist.barrier()
+
+
+def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Full values of parameters and persistent buffers; every rank calls it.
+
+    Args:
+        model: plain or sharded, compiled or not.
+        names: of the values wanted; by default all, tied ones once, under their first name.
+
+    Returns:
+        On rank 0 the values by name, on its host; on other ranks nothing.
+    """
+    values = _once(model)
+    return _collect({key: values[key] for key in values if names is None or key in names}, True)
+
+
+def _collect(values: dict[str, Tensor], copy: bool = False) -> dict[str, Tensor]:
+    """Full values on rank 0's host, one after the other; other ranks get none.
+
+    Without `copy` what was full there already is not copied.
+    """
+    writes = not _together() or dist.get_rank() == 0
+    found: dict[str, Tensor] = {}
+    for name, value in values.items():
+        full = _on_first_rank(value)
+        if full is not None and writes:
+            found[name] = full.to("cpu", copy=copy)
+        del full
+    return found
 
 
 def _together() -> bool:

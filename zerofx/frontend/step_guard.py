@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from zerofx.errors import UnreducedGradientError
+from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
 
@@ -43,6 +44,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             refuse_optimizers([optimizer])
     for session in live_sessions():
         session.refuse_pending(params)
+        if session.config.detect_anomaly:
+            refuse_non_finite(session, params)
     # With learning rates of zero torch makes optimizer state before a checkpoint is loaded.
     applies = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
     if dist.get_world_size() > 1 and applies:

@@ -1,1 +1,42 @@
-"""zerofx for programs that were written for other libraries. Packages: deepspeed."""
+"""Programs of other libraries: loops and adapters of Hugging Face; files of DeepSpeed.
+
+Hugging Face's packages are optional (`pip install 'zerofx[hf]'`), and imported when a name is asked
+for. Modules: accelerator, trainer, adapters, recipe. Packages: deepspeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from zerofx.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from zerofx.integrations.accelerator import Accelerator
+    from zerofx.integrations.adapters import save_adapters
+    from zerofx.integrations.recipe import auto_values
+    from zerofx.integrations.trainer import Trainer, TrainerMixin
+
+__all__ = ["Accelerator", "Trainer", "TrainerMixin", "auto_values", "save_adapters"]
+
+_HOMES = {
+    "Accelerator": ("accelerator", ("accelerate",)),
+    "Trainer": ("trainer", ("accelerate", "transformers")),
+    "TrainerMixin": ("trainer", ("accelerate", "transformers")),
+    "auto_values": ("recipe", ()),
+    "save_adapters": ("adapters", ("peft",)),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, packages = _HOMES[name]
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackageError(
+                f"zerofx.integrations.{name} needs the package {package}, which is not installed",
+                "pip install 'zerofx[hf]'",
+            )
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -28,8 +28,8 @@ def refuse_wrappers(modules: Iterable[nn.Module]) -> None:
             name = type(module).__name__
             raise UnsupportedError(
                 f"the model is wrapped in {name}, which distributes it already",
-                'pass the plain model to torch.compile(model, backend="zero3"); '
-                "zerofx takes the wrapper's place",
+                'pass the plain model to torch.compile(model, backend="zero3"), which takes the '
+                "wrapper's place; under Accelerate, zerofx.integrations.Accelerator wraps nothing",
             )
 
 

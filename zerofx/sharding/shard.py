@@ -132,6 +132,7 @@ def _compare_plans(
         head,
         f"accumulate {options.accumulate}, small below {options.min_shard_numel}",
         f"disabled passes {sorted(options.disable)}, broadcast {options.broadcast_buffers}",
+        f"detect_anomaly {options.detect_anomaly}",
         *passes,
         f"parameters in {options.param_dtype}, reduced in {options.reduce_dtype}",
     ]

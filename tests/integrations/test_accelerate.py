@@ -1,0 +1,115 @@
+"""Accelerate's loop over zerofx, beside the same loop over DistributedDataParallel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("accelerate")
+
+import zerofx.integrations
+from tests.checkpoint.runs import bitwise
+from tests.integrations.loops import Loop, Net, config_of, fresh_state, resumed, trained
+from tests.ranks import run_ranks
+from zerofx import ZeroConfig
+from zerofx.errors import ConfigError, MissingPackageError, ShardingError, UnsupportedError
+
+
+def test_trains_as_over_ddp() -> None:
+    """Accumulation, clipping, schedule and metrics; the prepared model is the model itself."""
+    wanted = run_ranks(2, trained, None, gradient_accumulation_steps=2, timeout=200)
+    for stage in (0, 1, 3):
+        found = run_ranks(2, trained, stage, gradient_accumulation_steps=2, timeout=200)
+        for got, want in zip(found, wanted, strict=True):
+            assert got[0] == pytest.approx(want[0], rel=1e-5)
+            for name, value in got[1].items():
+                torch.testing.assert_close(value, want[1][name], rtol=1e-5, atol=1e-6)
+            assert got[2][0] == want[2][0] == 44
+            torch.testing.assert_close(got[2][1], want[2][1])
+            assert (got[3], want[3]) == ("Net", "DistributedDataParallel")
+
+
+@pytest.mark.parametrize(("stage", "again"), [(1, 1), (2, 3)])
+def test_resumes_bitwise(stage: int, again: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    for got, want, values, others, files in run_ranks(
+        2, resumed, stage, folder, again, timeout=200
+    ):
+        assert got == want
+        bitwise(values, others)
+        assert files == ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin", "zerofx_0"]
+
+
+def in_low_precision() -> torch.dtype:
+    """Accelerate's own autocast is inside the compiled forward; outputs are fp32 again."""
+    loop = Loop(3, mixed_precision="bf16")
+    seen = []
+    loop.model.layers[0].register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    out = loop.model(torch.randn(4, 7))
+    loop.accelerator.backward(out.sum())
+    loop.optimizer.step()
+    assert out.dtype is torch.float32
+    return seen[0]
+
+
+def test_mixed_precision_is_accelerates() -> None:
+    assert run_ranks(2, in_low_precision, timeout=200) == [torch.bfloat16] * 2
+
+
+def saved(folder: str) -> None:
+    """`save_model` writes full values, once."""
+    loop = Loop(3)
+    loop.accelerator.save_model(loop.model, folder)
+    loop.accelerator.wait_for_everyone()
+    plain = Net()
+    plain.load_state_dict(_read(folder))
+    bitwise(plain.state_dict(), dict(loop.values()))
+
+
+def _read(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder, "model.safetensors"))
+
+
+def test_full_weights_are_saved(tmp_path: Path) -> None:
+    run_ranks(2, saved, str(tmp_path), timeout=200)
+
+
+def refusals() -> None:
+    import accelerate
+
+    from zerofx.integrations import Accelerator
+
+    fresh_state()
+    with pytest.raises(ConfigError, match="accumulate=2"):
+        Accelerator(ZeroConfig(accumulate=2), cpu=True).prepare(Net())
+    fresh_state()
+    with pytest.raises(ConfigError, match="dynamo_backend"):
+        Accelerator(cpu=True, dynamo_backend="eager")
+    fresh_state()
+    accelerator = Accelerator(config_of(3), cpu=True)
+    with pytest.raises(UnsupportedError, match="wrapped in DistributedDataParallel"):
+        accelerator.prepare(DistributedDataParallel(Net()))
+    model = zerofx.shard(Net(), config_of(2))
+    with pytest.raises(ShardingError, match="other options"):
+        accelerator.prepare(model)
+    alone = accelerate.Accelerator(cpu=True).prepare(torch.compile(Net(), backend="zero3"))
+    assert isinstance(alone, DistributedDataParallel)
+    with pytest.raises(UnsupportedError, match=r"zerofx\.integrations\.Accelerator"):
+        alone(torch.randn(4, 7))
+
+
+def test_nothing_is_wrapped_twice() -> None:
+    run_ranks(2, refusals, timeout=200)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "zerofx.integrations.accelerator", raising=False)
+    with pytest.raises(MissingPackageError, match=r"accelerate, which[\s\S]*zerofx\[hf\]"):
+        _ = zerofx.integrations.Accelerator

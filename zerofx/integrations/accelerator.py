@@ -1,0 +1,200 @@
+"""`Accelerator`: Accelerate's own, whose models zerofx shards and compiles instead of wrapping."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import zerofx
+from zerofx import checkpoint
+from zerofx.config import ZeroConfig
+from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.sharding.refuse import refuse_wrappers
+from zerofx.sharding.shard import session_of
+from zerofx.torch_private import unwrap_compiled
+
+_FOLDER = "zerofx_{}"
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` over zerofx: the loop is Accelerate's, word for word.
+
+    `prepare` shards models in place and compiles them in place, so that a prepared model is the
+    model itself: nothing wraps it, and `unwrap_model` returns it.
+
+    Args:
+        zero: stage and options of every prepared model; by default stage 3, or those of a model
+            that is sharded already.
+        compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
+        kwargs: those of `accelerate.Accelerator`.
+
+    Raises:
+        ConfigError: another library is to distribute or compile, too; names the option.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroConfig | None = None,
+        *,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._zero = zero
+        self._compile_kwargs = dict(compile_kwargs or {})
+        self._refuse_rivals()
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Place, shard and compile a model; the same object comes back.
+
+        Args:
+            model: plain, on the meta device, or sharded or compiled with zerofx already.
+            device_placement: as for Accelerate.
+            evaluation_mode: makes no difference: a model that is only evaluated is sharded, too.
+
+        Raises:
+            UnsupportedError: DistributedDataParallel or FSDP wraps it.
+            ConfigError: its options count micro-batches, which Accelerate does.
+        """
+        plain = unwrap_compiled(model)
+        refuse_wrappers(plain.modules())
+        if any(param.is_meta for param in plain.parameters()):
+            device_placement = False  # zerofx makes the values where they belong
+        # "For evaluation" is Accelerate's way to say: mixed precision, but no wrapper.
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        session = session_of(plain)
+        if session is None or self._zero is not None:
+            zerofx.shard(plain, self._zero)
+            session = session_of(plain)
+        if session is not None and session.config.accumulate != 1:
+            raise ConfigError(
+                f"ZeroConfig(accumulate={session.config.accumulate}) counts backwards, and so does "
+                "Accelerate",
+                "use Accelerator(gradient_accumulation_steps=…), and accelerator.accumulate(model)",
+            )
+        if session is not None and model is plain and plain._compiled_call_impl is None:
+            plain.compile(backend=f"zero{session.config.stage}", **self._compile_kwargs)
+        return model
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate without exchanging gradients, where that saves bytes; see `zerofx.no_sync`."""
+        with zerofx.no_sync(model):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: int = 2
+    ) -> Tensor | None:
+        """Clip, and return the norm over all ranks: a plain tensor of no dimensions."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Full values on the host of rank 0, an empty dict elsewhere; every rank calls it.
+
+        Args:
+            model: prepared.
+            unwrap: makes no difference: names are those of the plain model.
+        """
+        return checkpoint.full_state_dict(model)
+
+    def save_state(self, output_dir: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Save everything; every rank calls it, and writes the rows that it owns.
+
+        Accelerate writes schedulers, samplers, random states and registered objects. Models and
+        optimizers follow in folders `zerofx_0`, … of `torch.distributed.checkpoint`. Hooks of
+        `register_save_state_pre_hook` get no models.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        with self._set_aside() as pairs:
+            folder = str(super().save_state(output_dir))
+        for number, (model, optimizer) in enumerate(pairs):
+            checkpoint.save(Path(folder) / _FOLDER.format(number), model, optimizer)
+        return folder
+
+    def load_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Load what `save_state` saved, on any number of ranks and at any stage.
+
+        Raises:
+            CheckpointError: something is missing, damaged or of another model.
+        """
+        with self._set_aside() as pairs:
+
+            def read(_: list[nn.Module], folder: str) -> None:
+                for number, (model, optimizer) in enumerate(pairs):
+                    checkpoint.load(Path(folder) / _FOLDER.format(number), model, optimizer)
+
+            hook = self.register_load_state_pre_hook(read)
+            try:
+                super().load_state(input_dir, load_kwargs)
+            finally:
+                hook.remove()
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[list[tuple[nn.Module, Optimizer | None]]]:
+        """Each model with its optimizer, which Accelerate does not see meanwhile."""
+        models, optimizers = self._models, self._optimizers
+        pairs = [(model, _optimizer_of(model, optimizers)) for model in models]
+        self._models, self._optimizers = [], []
+        try:
+            yield pairs
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _refuse_rivals(self) -> None:
+        kind = self.distributed_type
+        plugin: Any = self.state.dynamo_plugin
+        compiler = plugin.backend
+        rivals = [
+            (kind not in _KINDS, f"distributed_type={kind}", "leave that plugin out"),
+            (
+                compiler != DynamoBackend.NO,
+                f"dynamo_backend={compiler}",
+                "leave it out: prepare compiles with the backend of the config's stage",
+            ),
+        ]
+        for there, what, remedy in rivals:
+            if there:
+                raise ConfigError(
+                    f"{what} contradicts zerofx.integrations.Accelerator, which does that itself",
+                    remedy,
+                )
+
+
+def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
+    """The optimizer of the model's parameters, without Accelerate's wrapper.
+
+    Raises:
+        UnsupportedError: several optimizers share the model.
+    """
+    mine = {id(param) for param in model.parameters()}
+    found = [
+        each.optimizer
+        for each in optimizers
+        if any(id(param) in mine for group in each.param_groups for param in group["params"])
+    ]
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{len(found)} optimizers share {type(unwrap_compiled(model)).__name__}",
+            "give one optimizer several parameter groups, or call zerofx.checkpoint yourself",
+            [type(optimizer).__name__ for optimizer in found],
+        )
+    return found[0] if found else None

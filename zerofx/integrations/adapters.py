@@ -1,0 +1,55 @@
+"""What is saved of a PEFT model: its adapters, without the base that they stand on."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from zerofx.checkpoint import full_state_dict
+from zerofx.errors import UnsupportedError
+from zerofx.torch_private import unwrap_compiled
+
+
+def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the adapters of a PEFT model as `PeftModel.from_pretrained` reads them.
+
+    Every rank calls it; rank 0 writes, and holds no full value of the base.
+
+    Raises:
+        UnsupportedError: the model has no adapters.
+    """
+    state = adapter_state_dict(model)
+    if state is None:
+        raise UnsupportedError(
+            f"{type(unwrap_compiled(model)).__name__} has no adapters",
+            "make it with peft.get_peft_model, or use zerofx.checkpoint.export_safetensors",
+        )
+    plain: Any = unwrap_compiled(model)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        plain.save_pretrained(folder, state_dict=state)
+
+
+def adapter_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
+    """Full values of the adapters on rank 0, by their names in the model.
+
+    Every rank calls it; other ranks get an empty dict, and models without adapters `None`.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return None
+    peft: Any = importlib.import_module("peft")
+    plain: Any = unwrap_compiled(model)
+    if not isinstance(plain, peft.PeftModel):
+        return None
+    state = get_model_state_dict(plain)
+    chosen: set[int] = set()
+    for adapter in plain.peft_config:
+        # It renames what it chooses, but hands the values on as they are: shards.
+        found = peft.get_peft_model_state_dict(plain, state_dict=dict(state), adapter_name=adapter)
+        chosen |= {id(value) for value in found.values()}
+    return full_state_dict(plain, {name for name in state if id(state[name]) in chosen})

@@ -1,0 +1,166 @@
+"""`Trainer`: transformers' own, whose model, optimizer and checkpoints are sharded."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import zerofx
+from zerofx import checkpoint as sharded
+from zerofx.config import ZeroConfig
+from zerofx.errors import CheckpointError, ConfigError
+from zerofx.integrations.accelerator import Accelerator
+from zerofx.integrations.adapters import adapter_state_dict
+from zerofx.integrations.deepspeed.recipe import Recipe
+from zerofx.integrations.recipe import agreed_config
+
+_FOLDER = "zerofx"
+_SCHEDULER = "scheduler.pt"
+
+# What a mixin stands on is known where it is mixed in.
+_Base: Any = object
+
+
+class TrainerMixin(_Base):
+    """Put before a trainer class, it lets zerofx shard: `class Mine(TrainerMixin, SFTTrainer)`.
+
+    Checkpoints hold what transformers' hold, but for `optimizer.pt`: the optimizer's state, and the
+    weights once more, are in the folder `zerofx`, in the format of `torch.distributed.checkpoint`.
+
+    Args:
+        zero: stage and options, stage 3 by default; or what `zerofx.from_deepspeed` returns, whose
+            optimizer and schedule are used if its file names them.
+        compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
+        args, kwargs: those of the trainer.
+
+    Raises:
+        ConfigError: the arguments ask another library to distribute or compile; names which.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        zero: ZeroConfig | Recipe | None = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._recipe = None if zero is None or isinstance(zero, ZeroConfig) else zero
+        self._zero = zero if isinstance(zero, ZeroConfig) else None
+        self._compile_kwargs = compile_kwargs
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Put zerofx's accelerator in the place of the one that transformers makes."""
+        _refuse_rivals(self.args)
+        super().create_accelerator_and_postprocess()
+        if self._recipe is not None:
+            self._zero = agreed_config(self._recipe, self.args)
+        arguments = self._accelerator_arguments
+        self.accelerator = Accelerator(self._zero, compile_kwargs=self._compile_kwargs, **arguments)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics,
+            use_gather_object=self.args.eval_use_gather_object,
+        )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As transformers does, or as the recipe says; biases and norms do not decay."""
+        if self._recipe is None or self._recipe.optimizer is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        wanted = model or self.model
+        decaying = set(self.get_decay_parameter_names(wanted))
+        named = [(name, param) for name, param in wanted.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for name, param in named if name in decaying]},
+            {
+                "params": [param for name, param in named if name not in decaying],
+                "weight_decay": 0.0,
+            },
+        ]
+        self.optimizer = self._recipe.make_optimizer(groups)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """As transformers does, or as the recipe says."""
+        if self._recipe is None or self._recipe.shape is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        schedule: Any = self._recipe.make_scheduler(optimizer or self.optimizer)
+        self.lr_scheduler, self._created_lr_scheduler = schedule, True
+        return schedule
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write full weights, or adapters, as `from_pretrained` reads them; every rank calls it."""
+        state = adapter_state_dict(self.model)
+        if state is None:
+            state = sharded.full_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_arguments
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sharded.save(Path(output_dir) / _FOLDER, self.model, _inner(self.optimizer))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if not (folder / _FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder} holds no sharded optimizer state (folder {_FOLDER})",
+                "resume from a checkpoint that this trainer wrote without save_only_model; "
+                "from_pretrained reads the weights of any",
+            )
+        sharded.load(folder / _FOLDER, self.model, _inner(self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Nothing yet: weights come with the optimizer's state, when the model is sharded."""
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        if (best / _FOLDER).is_dir():
+            sharded.load(best / _FOLDER, self.model)
+        else:
+            zerofx.load_safetensors(self.model, best)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` over zerofx: `Trainer(model, args, …, zero=ZeroConfig(stage=3))`."""
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer without Accelerate's wrapper."""
+    return optimizer.optimizer
+
+
+def _refuse_rivals(args: transformers.TrainingArguments) -> None:
+    rivals = [
+        (args.deepspeed, "deepspeed", "Trainer(zero=zerofx.from_deepspeed(path, …))"),
+        (args.fsdp, "fsdp", "leave it out"),
+        (args.torch_compile, "torch_compile", "leave it out: zerofx compiles the model"),
+        (args.n_gpu > 1, f"n_gpu={args.n_gpu}", "start one process per GPU with torchrun"),
+    ]
+    for there, name, remedy in rivals:
+        if there:
+            raise ConfigError(
+                f"the training argument {name} contradicts zerofx.integrations.Trainer, which "
+                "distributes and compiles the model itself",
+                remedy,
+            )

@@ -1,0 +1,37 @@
+"""Gradients that are not finite, found before an optimizer applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerofx.errors import NonFiniteGradientError
+from zerofx.runtime.params import local_tensor
+from zerofx.runtime.session import Session
+
+
+def refuse_non_finite(session: Session, params: Iterable[Tensor]) -> None:
+    """Look at the gradients of those `params` that are the session's; one small all-reduce.
+
+    Raises:
+        NonFiniteGradientError: on all ranks alike, one of them has nan or inf; names all such.
+    """
+    wanted = {id(param) for param in params}
+    states = [state for state in session.states if id(state.param) in wanted]
+    grads = {state.spec.name: state.param.grad for state in states if state.param.grad is not None}
+    if not grads:
+        return
+    finite = torch.stack([local_tensor(grad).isfinite().all() for grad in grads.values()]).int()
+    if session.world.size > 1:
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=session.world.group)
+    bad = [name for name, fine in zip(grads, finite.tolist(), strict=True) if not fine]
+    if bad:
+        raise NonFiniteGradientError(
+            "gradients are not finite before an optimizer step",
+            "look for the operation with torch.autograd.set_detect_anomaly(True); lower the "
+            "learning rate, clip, or use a wider reduce_dtype",
+            bad,
+        )
