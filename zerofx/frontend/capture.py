@@ -12,12 +12,14 @@ import torch
 from torch import fx
 
 from zerofx.config import ZeroConfig
+from zerofx.cost.machine import machine_of
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.ir.cut import verify_cut
 from zerofx.ir.facts import facts
@@ -63,10 +65,12 @@ class Capture:
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
-        self._dump = dump_for(config.dump, next(_numbers), self.passes)
+        self._dump = dump_for(config.dump, next(_numbers), self.passes, _setting(config, session))
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
+        if self._dump is not None:
+            self._dump.graph(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
         return trace_and_compile(
@@ -141,6 +145,15 @@ class Capture:
         later = self._read_later if region is Region.FORWARD else frozenset[str]()
         number = self._num_user_outputs
         return Program(region, module, self._params, self.config.stage, number, later)
+
+
+def _setting(config: ZeroConfig, session: Session | None) -> Setting:
+    """Where the programs run: on one CPU, if there is nobody to share with."""
+    fused = config.inner == "inductor"
+    if session is None:
+        return Setting(machine_of("cpu"), 1, fused)
+    machine = machine_of(session.device.type, session.network.table)
+    return Setting(machine, session.world.size, fused)
 
 
 def _passes(config: ZeroConfig, session: Session) -> tuple[Pass, ...]:

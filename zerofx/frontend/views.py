@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+import functools
 
-from torch import fx
-
-from zerofx.cost.compute import Roofline, num_flops, value_bytes
-from zerofx.cost.fusion import values_inside_kernels
+from zerofx.cost.compute import Kernels
 from zerofx.cost.lines import Line, deepen, line_through
-from zerofx.cost.link import Link
 from zerofx.cost.liveness import Curve, Held, Transport, held_after, live_bytes
+from zerofx.cost.machine import Machine
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START
 from zerofx.ir.program import Program
@@ -19,17 +16,6 @@ from zerofx.sim.timeline import simulate
 
 Programs = tuple[Program, Program]
 """Forward and backward."""
-
-
-class Machine(Protocol):
-    """What is asked of a machine; see `zerofx.frontend.planner.Machine`."""
-
-    @property
-    def roofline(self) -> Roofline: ...
-    @property
-    def link(self) -> Link: ...
-    @property
-    def transport(self) -> Transport: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,39 +150,14 @@ def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curv
 
 
 def _times(programs: Programs, machine: Machine, fused: bool) -> Times:
-    kept = {facts(node).param for node in programs[0].calls(KEEP)}
+    kept = frozenset(facts(node).param for node in programs[0].calls(KEEP))
     compute = exposed = 0.0
     for program in programs:
-        again = kept if program is programs[1] else set[str]()
-
-        def link(start: fx.Node, again: set[str] = again) -> float:
-            members = facts(start).members
-            here = start.target is UNSHARD_START and all(name in again for name in members)
-            return 0.0 if here else machine.link.seconds(start)
-
-        kernels = _Kernels(program, machine.roofline, fused)
+        again = kept if program is programs[1] else frozenset[str]()
+        link = functools.partial(machine.link_seconds, kept=again)
+        kernels = Kernels(program.graph, machine.roofline, fused=fused)
         timeline = simulate(program, kernels.seconds, link)
         busy = sum(s.end - s.begin for s in timeline.spans if s.stream == "compute")
         compute += busy
         exposed += timeline.seconds - busy
     return Times(compute, exposed)
-
-
-class _Kernels:
-    """A roofline of fused kernels: what stays inside one is not written and read again."""
-
-    def __init__(self, program: Program, roofline: Roofline, fused: bool) -> None:
-        self._inside = values_inside_kernels(program.graph) if fused else set[fx.Node]()
-        self._roofline = roofline
-
-    def seconds(self, node: fx.Node) -> float:
-        """Time of a node; inner values cost what they read from memory."""
-        profile = self._roofline.profile
-        if node.name in profile:
-            return profile[node.name]
-        read = [arg for arg in node.all_input_nodes if arg not in self._inside]
-        moved = sum(value_bytes(arg.meta.get("val")) for arg in read)
-        if node not in self._inside:
-            moved += value_bytes(node.meta.get("val"))
-        memory = moved / self._roofline.bytes_per_second
-        return max(num_flops(node) / self._roofline.flops, memory)

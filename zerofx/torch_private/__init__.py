@@ -23,6 +23,7 @@ from zerofx.torch_private.compiler import (
     trace_and_compile,
     trace_apart,
     trace_artifact,
+    why_graph_ended,
 )
 from zerofx.torch_private.distributed import (
     all_gather_flat,
@@ -44,6 +45,7 @@ from zerofx.torch_private.tensors import (
     map_tensors,
     num_references,
     shares_storage,
+    size_hint,
     storage_key,
     symbols_of,
     tensors_in,
@@ -83,6 +85,7 @@ __all__ = [
     "restart_dynamo",
     "run_boxed",
     "shares_storage",
+    "size_hint",
     "skip_frames_of",
     "storage_key",
     "symbols_of",
@@ -91,5 +94,6 @@ __all__ = [
     "trace_apart",
     "trace_artifact",
     "unwrap_compiled",
+    "why_graph_ended",
     "with_local",
 ]
