@@ -13,6 +13,8 @@ from zerofx.cost.liveness import Transport
 from zerofx.cost.tables import CommTable
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import REDUCE_START, is_call
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +41,30 @@ class Machine:
         backend = "nccl" if self.device == "cuda" else "gloo"
         return Transport(algorithms_for(backend, self.device, 2, 2), recycles=self.device == "cpu")
 
-    def link_seconds(self, start: fx.Node, kept: frozenset[str] = frozenset()) -> float:
+    def link_seconds(self, start: fx.Node, whole: frozenset[str] = frozenset()) -> float:
         """Time of a collective on the idle link.
 
         Args:
             start: `unshard_start` or `reduce_start`.
-            kept: parameters that forward left whole: their gather finds them there.
+            whole: parameters whose full values are there: see `already_whole`.
         """
         if is_call(start, REDUCE_START):
             return (self.reductions or self.link).seconds(start)
         members = facts(start).members
-        return 0.0 if kept.issuperset(members) else self.link.seconds(start)
+        return 0.0 if whole.issuperset(members) else self.link.seconds(start)
+
+
+def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:
+    """Parameters whose full values are there when backward begins, so that a gather sends nothing.
+
+    Args:
+        program: any.
+        kept: parameters that forward left whole.
+    """
+    if program.region is not Region.BACKWARD:
+        return frozenset()
+    resident = (name for name, spec in program.params.items() if spec.layout.resident)
+    return kept.union(resident)
 
 
 def machine_of(device: str, table: CommTable | None = None) -> Machine:

@@ -17,7 +17,7 @@ from zerofx.cost.compute import Kernels, num_flops, value_bytes
 from zerofx.cost.lifetimes import KINDS, Lifetime, lifetimes, live_at, live_at_each_node
 from zerofx.cost.link import Link
 from zerofx.cost.liveness import NOTHING_HELD, Held, held_after
-from zerofx.cost.machine import Machine
+from zerofx.cost.machine import Machine, already_whole
 from zerofx.ir import ops
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
@@ -80,7 +80,8 @@ def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> 
     """
     machine, fused = setting.machine, setting.fused
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
-    link = functools.partial(machine.link_seconds, kept=before.kept)
+    whole = already_whole(program, before.kept)
+    link = functools.partial(machine.link_seconds, whole=whole)
     timeline = simulate(program, kernels.seconds, link)
     lives = lifetimes(program, machine.transport, fused=fused, before=before)
     return Prediction(program, timeline, lives)

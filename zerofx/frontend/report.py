@@ -128,7 +128,9 @@ def wire_bytes_per_step(programs: Sequence[dict[str, Json]]) -> int | None:
     spared = 0
     for each in backward["collectives"]:
         sizes = {member["param"]: member["full_bytes"] for member in each["members"]}
-        if each["kind"] == "unshard":
+        if each["kind"] == "unshard" and each["layout"].endswith(".resident"):
+            spared += each["wire_bytes"]
+        elif each["kind"] == "unshard":
             kept = sum(sizes.get(param, 0) for param in forward["kept"])
             spared += each["wire_bytes"] * kept // max(1, sum(sizes.values()))
     return forward["wire_bytes"] + backward["wire_bytes"] - spared
@@ -203,7 +205,7 @@ def _describe_collectives(
                 {"param": name, "full_bytes": program.params[name].full_bytes}
                 for name in record.members
             ],
-            "layout": record.layout,
+            "layout": program.params[record.members[0]].layout.name if record.members else "",
             "wire_bytes": record.wire_bytes,
             "by": record.origin,
             "seconds": round_seconds(busy),

@@ -8,7 +8,7 @@ import functools
 from zerofx.cost.compute import Kernels
 from zerofx.cost.lines import Line, deepen, line_through
 from zerofx.cost.liveness import Curve, Held, Transport, held_after, live_bytes
-from zerofx.cost.machine import Machine
+from zerofx.cost.machine import Machine, already_whole
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START
 from zerofx.ir.program import Program
@@ -153,8 +153,8 @@ def _times(programs: Programs, machine: Machine, fused: bool) -> Times:
     kept = frozenset(facts(node).param for node in programs[0].calls(KEEP))
     compute = exposed = 0.0
     for program in programs:
-        again = kept if program is programs[1] else frozenset[str]()
-        link = functools.partial(machine.link_seconds, kept=again)
+        whole = already_whole(program, kept)
+        link = functools.partial(machine.link_seconds, whole=whole)
         kernels = Kernels(program.graph, machine.roofline, fused=fused)
         timeline = simulate(program, kernels.seconds, link)
         busy = sum(s.end - s.begin for s in timeline.spans if s.stream == "compute")
