@@ -2,5 +2,5 @@
 
 Stands on top of all other folders. A subcommand is a file with `COMMAND`, listed in `main`.
 Modules: main, command, progress, completion, units, targets, plan, plan_text, diff,
-bench.
+report, bench.
 """

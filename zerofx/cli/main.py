@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from rich.console import Console
 
-from zerofx.cli import bench, completion, diff, plan
+from zerofx.cli import bench, completion, diff, plan, report
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
@@ -22,6 +22,7 @@ from zerofx.errors import ConfigError, ZeroFxError
 COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
     diff.COMMAND,
+    report.COMMAND,
     bench.COMMAND,
     Command("completion", completion.SUMMARY, completion.configure, completion.run),
 )

@@ -22,6 +22,7 @@ from zerofx.frontend.standalone import standalone
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
+from zerofx.page.build import write_page
 from zerofx.passes.base import Pass
 from zerofx.torch_private import is_tracing, trace_artifact
 
@@ -150,7 +151,7 @@ def dump_for(folder: str, number: int, passes: Sequence[Pass], setting: Setting)
 
 @dataclasses.dataclass(frozen=True)
 class _Folder:
-    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`, and `report.json`."""
+    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`, `report.json`; and the page."""
 
     root: Path
 
@@ -164,6 +165,8 @@ class _Folder:
     def finished(self, done: Finished) -> None:
         (self.root / done.region / "program.py").write_text(done.python)
         (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
+        if done.region != Region.JOINT.value:
+            write_page(self.root.parent)
 
 
 class _Trace:

@@ -33,6 +33,10 @@ function seconds(s) {
   return `${value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0)} ${unit}`;
 }
 
+// Figures on an axis need no zeros behind the point; sizes in sentences of passes need a unit.
+const short = (text) => text.replace(/(\.\d*?)0+(?= )/, "$1").replace(/\.(?= )/, "");
+const readable = (text) => text.replace(/\b(\d{4,})( B)?(?![\w.])/g, (_, n) => bytes(Number(n)));
+
 const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;

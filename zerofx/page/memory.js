@@ -17,10 +17,10 @@ function drawMemory(step, scale, left, right, top) {
   const most = Math.max(1, ...step.parts.map((part) => part.program.memory.peak_bytes)) * 1.12;
   const bottom = top + MEMORY_HEIGHT;
   const height = (n) => bottom - (n / most) * MEMORY_HEIGHT;
-  group.append(svg("text", { class: "name", x: 0, y: top + 12 }, "memory"));
+  group.append(svg("text", { class: "name", x: 0, y: top + MEMORY_HEIGHT / 2 + 4 }, "memory"));
   for (const value of ticks(most, 4)) {
     group.append(svg("line", { class: "grid", x1: left, x2: right, y1: height(value), y2: height(value) }));
-    if (value) group.append(svg("text", { x: left - 8, y: height(value) + 4, "text-anchor": "end" }, bytes(value)));
+    if (value) group.append(svg("text", { x: left - 8, y: height(value) + 4, "text-anchor": "end" }, short(bytes(value))));
   }
   for (const part of step.parts) {
     const { curve, columns } = part.program.memory;
@@ -55,7 +55,7 @@ function drawAxis(step, scale, left, right, top, bottom) {
   for (const second of ticks(step.seconds, Math.max(3, Math.round((right - left) / 110)))) {
     const x = scale(second);
     group.append(svg("line", { class: "grid", x1: x, x2: x, y1: top, y2: bottom + 4 }),
-      svg("text", { x, y: bottom + 18, "text-anchor": second ? "middle" : "start" }, seconds(second)));
+      svg("text", { x, y: bottom + 18, "text-anchor": second ? "middle" : "start" }, short(seconds(second))));
   }
   for (const part of step.parts) {
     const x = scale(part.offset);
@@ -67,6 +67,13 @@ function drawAxis(step, scale, left, right, top, bottom) {
 }
 
 const SHOWN_AT_PEAK = 12;
+
+// What made a value, and where in the model, unless its name says so.
+function aboutLife(each) {
+  const op = each.name.startsWith("%") ? each.text.match(/= ([\w.]+)\(/)?.[1] : "";
+  const module = each.name.includes(each.module) ? "" : each.module;
+  return [op, module].filter(Boolean).map((text) => `  ${text}`).join("");
+}
 
 function drawPeakList(step) {
   const list = find("peak-list"), lead = find("peak-lead");
@@ -85,7 +92,7 @@ function drawPeakList(step) {
   const rest = memory.at_peak.slice(SHOWN_AT_PEAK);
   list.replaceChildren(...memory.at_peak.slice(0, SHOWN_AT_PEAK).flatMap((each) => [
     el("div", { class: "label", title: `${each.text}\n${kinds[each.kind][1]}${each.module ? `, ${each.module}` : ""}` },
-      each.name, each.module && !each.name.includes(each.module) ? el("small", {}, `  ${each.module}`) : null),
+      each.name, el("small", {}, aboutLife(each))),
     el("div", { class: "track" }, el("div", { class: `fill ${kinds[each.kind][0]}`, style: `width:${(100 * each.bytes) / largest}%` })),
     el("div", { class: "number" }, bytes(each.bytes)),
   ]), rest.length ? el("div", { class: "rest" },

@@ -43,8 +43,8 @@ function drawTiles(graph, step, graphs) {
   const breaks = graphs.filter((each) => each.break).length;
   const gathers = collectives.filter((each) => each.kind === "unshard").length;
   find("tiles").replaceChildren(
-    tile("Predicted step, without the optimizer", seconds(step.seconds),
-      `${seconds(found.compute)} compute, ${seconds(found.exposed)} waiting`,
+    tile("Predicted step", seconds(step.seconds),
+      `${seconds(found.compute)} compute, ${seconds(found.exposed)} waiting; without the optimizer`,
       share([["compute", found.compute], ["stall", found.exposed]], step.seconds)),
     tile("Communication hidden", percent(found.hidden, found.link),
       `${seconds(found.hidden)} of ${seconds(found.link)} behind computation`,

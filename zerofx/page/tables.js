@@ -22,7 +22,8 @@ function bucketRow(program, each, names, reason) {
   const kind = each.kind === "reduce" ? "reduce" : "gather";
   const exposed = Math.min(each.exposed_seconds, each.seconds), hidden = each.seconds - exposed;
   const whole = each.seconds || 1;
-  const members = names.length === 1 ? names[0] : `${names.length}: ${names.slice(0, 2).join(", ")}${names.length > 2 ? ", …" : ""}`;
+  const local = names.map((name) => (name.startsWith(`${each.bucket}.`) ? name.slice(each.bucket.length + 1) : name));
+  const members = local.slice(0, 4).join(", ") + (names.length > 4 ? `, and ${names.length - 4} more` : "");
   const why = [reason && `ends: ${reason}`, each.starts_late && `not earlier: ${each.starts_late}`].filter(Boolean).join("; ");
   return el("tr", {},
     el("td", { class: "nowrap" }, el("i", { class: `dot ${kind}` }), el("span", { class: "mono" }, each.node)),
@@ -36,7 +37,7 @@ function bucketRow(program, each, names, reason) {
         el("i", { class: `hidden-part ${kind}`, style: `width:${(100 * hidden) / whole}%` }),
         el("i", { class: "stall", style: `width:${(100 * exposed) / whole}%` }))
       : el("small", {}, "already here")),
-    el("td", {}, el("small", {}, why)));
+    el("td", { class: "why" }, el("small", {}, readable(why))));
 }
 
 function drawBreaks(graphs) {
