@@ -49,9 +49,7 @@ class Headline:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument(
-        "dump", type=Path, help="a folder that ZEROFX_DUMP wrote, or graph<N> of it"
-    )
+    parser.add_argument("dump", type=Path, help="a folder that ZEROFX_DUMP wrote, or one graph<N>")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=f"the page (DIR/{NAME} by default)"
     )

@@ -151,7 +151,7 @@ def dump_for(folder: str, number: int, passes: Sequence[Pass], setting: Setting)
 
 @dataclasses.dataclass(frozen=True)
 class _Folder:
-    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`, `report.json`; and the page."""
+    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`; data; the page."""
 
     root: Path
 

@@ -1,7 +1,9 @@
 // Read the data, draw, and listen.
 
 const read = (kind) => [...document.querySelectorAll(`script.${kind}`)].map((node) => JSON.parse(node.textContent));
-const graphs = read("graph"), allDiffs = read("diffs");
+const diffs = read("diffs");
+// A folder may still hold graphs that another version of zerofx dumped.
+const graphs = read("graph").map((graph, place) => ({ ...graph, diffs: diffs[place] })).filter((graph) => graph.version === 2);
 let step = null;
 
 function drawChart() {
@@ -74,7 +76,7 @@ function drawGraph(place) {
   drawBuckets(step);
   drawBreaks(graphs);
   drawProgram(graph);
-  drawPasses(graph, allDiffs[place]);
+  drawPasses(graph, graph.diffs);
 }
 
 function chooseTheme(name) {
