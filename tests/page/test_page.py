@@ -104,7 +104,7 @@ def test_hover_tells_and_click_leads_to_the_node(tab: Tab, pages: dict[int, Path
 def test_program_table_filters(tab: Tab, pages: dict[int, Path]) -> None:
     tab.open(pages[3])
     rows = _report(pages[3])["programs"][0]["nodes"]
-    assert _count(tab, "#node-table tbody tr") == len(rows)
+    assert _count(tab, "#node-table .row") == len(rows)
 
     def shown(**values: str) -> list[str]:
         for name, value in values.items():
@@ -113,7 +113,7 @@ def test_program_table_filters(tab: Tab, pages: dict[int, Path]) -> None:
                 f"f.value = {json.dumps(value)};"
                 "f.dispatchEvent(new Event(f.tagName === 'INPUT' ? 'input' : 'change')); })()"
             )
-        script = "[...document.querySelectorAll('#node-table tbody tr:not([hidden])')]"
+        script = "[...document.querySelectorAll('#node-table .row:not([hidden])')]"
         return list(tab.run(f"{script}.map(r => r.dataset.name)"))
 
     inside = [row["name"] for row in rows if (row["module"] + ".").startswith("blocks.3.")]
@@ -143,7 +143,7 @@ def test_a_thousand_nodes_are_filtered_within_100_ms(
     data = json.dumps(report).replace("<", "\\u003c")
     page.write_text(text[:start] + data + text[end:])
     tab.open(page)
-    assert _count(tab, "#node-table tbody tr") == 1000
+    assert _count(tab, "#node-table .row") == 1000
     took = tab.run(
         """(() => { const field = document.getElementById("search"); let worst = 0;
         for (const word of ["blocks.3", "", "mm", "blocks.1 view", "zzz", ""]) {

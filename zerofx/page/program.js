@@ -32,9 +32,7 @@ function showRegion(graph) {
     find(`by-${name}`).replaceChildren(el("option", { value: "" }, any), ...choices.map((each) => el("option", { value: each }, each)));
   }
   table.rows = rows.map((row) => ({ row, text: `${row.text} ${row.op} ${row.params}`.toLowerCase(), node: nodeRow(row, times) }));
-  find("node-table").replaceChildren(
-    header([["Node"], ["Kind"], ["Module"], ["Bucket"], ["By"], ["Size", 1], ["Sent", 1], ["Time", 1]]),
-    el("tbody", {}, table.rows.map((each) => each.node)));
+  find("node-table").replaceChildren(headRow(), ...table.rows.map((each) => each.node));
   applyFilters();
 }
 
@@ -45,17 +43,26 @@ function spanSeconds(program) {
   return new Map(spans.map((span) => [span.node, span.end - span.begin]));
 }
 
+const COLUMNS = ["Node", "Kind", "Module", "Bucket", "By", "Size", "Sent", "Time"];
+const cell = (kind, ...children) => el("div", { class: kind, role: "cell" }, ...children);
+
+function headRow() {
+  return el("div", { class: "head", role: "row" }, COLUMNS.map((name, place) =>
+    el("div", { role: "columnheader", class: place > 4 ? "number" : "" }, name)));
+}
+
+// Boxes, not a table: a browser lays out only those that are seen.
 function nodeRow(row, times) {
   const time = times.get(row.name);
-  return el("tr", { "data-name": row.name },
-    el("td", { class: "mono text" }, row.text),
-    el("td", { class: "nowrap" }, el("i", { class: `dot ${row.kind}` }), row.kind),
-    el("td", { class: "mono" }, row.module),
-    el("td", { class: "mono" }, row.bucket),
-    el("td", { class: "mono" }, row.by || el("small", {}, "traced")),
-    el("td", { class: "number" }, row.bytes ? bytes(row.bytes) : ""),
-    el("td", { class: "number" }, row.wire_bytes ? bytes(row.wire_bytes) : ""),
-    el("td", { class: "number" }, time ? seconds(time) : ""));
+  return el("div", { class: "row", role: "row", "data-name": row.name },
+    cell("mono", row.text),
+    cell("", el("i", { class: `dot ${row.kind}` }), row.kind),
+    cell("mono", row.module),
+    cell("mono", row.bucket),
+    cell("mono", row.by || el("small", {}, "traced")),
+    cell("number", row.bytes ? bytes(row.bytes) : ""),
+    cell("number", row.wire_bytes ? bytes(row.wire_bytes) : ""),
+    cell("number", time ? seconds(time) : ""));
 }
 
 function matches({ row, text }, words, wanted) {
