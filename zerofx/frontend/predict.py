@@ -121,7 +121,7 @@ def describe_nodes(program: Program) -> list[dict[str, Json]]:
                 "kind": _kind(node),
                 "op": _op(node),
                 "text": text,
-                "module": record.module,
+                "module": record.module or record.param.rpartition(".")[0],
                 "params": list(record.members) or ([record.param] if record.param else []),
                 "bucket": record.bucket,
                 "by": record.origin,
