@@ -15,7 +15,7 @@ function drawChart() {
   const left = 84, right = width - 8, top = 24;
   const scale = (second) => left + (step.seconds ? second / step.seconds : 0) * (right - left);
   const lanes = drawLanes(step, scale, left, right, top);
-  const memory = drawMemory(step, scale, left, right, lanes.bottom + 18);
+  const memory = drawMemory(step, scale, left, right, lanes.bottom + 26);
   const cross = svg("line", { class: "cross", y1: top - 4, y2: memory.bottom, visibility: "hidden" });
   const hatch = svg("defs", {}, svg("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse",
     patternTransform: "rotate(45)" }, svg("line", { class: "hatch", x1: 1.5, x2: 1.5, y1: 0, y2: 6 })));

@@ -17,7 +17,7 @@ function drawMemory(step, scale, left, right, top) {
   const most = Math.max(1, ...step.parts.map((part) => part.program.memory.peak_bytes)) * 1.12;
   const bottom = top + MEMORY_HEIGHT;
   const height = (n) => bottom - (n / most) * MEMORY_HEIGHT;
-  group.append(svg("text", { class: "name", x: 0, y: top + MEMORY_HEIGHT / 2 + 4 }, "memory"));
+  group.append(svg("text", { class: "name", x: 0, y: top - 4 }, "memory"));
   for (const value of ticks(most, 4)) {
     group.append(svg("line", { class: "grid", x1: left, x2: right, y1: height(value), y2: height(value) }));
     if (value) group.append(svg("text", { x: left - 8, y: height(value) + 4, "text-anchor": "end" }, short(bytes(value))));
