@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
+from zerofx.frontend.measure import Stopwatch
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_whole, refuse_uses
@@ -65,7 +67,8 @@ class Capture:
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
-        self._dump = dump_for(config.dump, next(_numbers), self.passes, _setting(config, session))
+        self._setting = _setting(config, session)
+        self._dump = dump_for(config.dump, next(_numbers), self.passes, self._setting)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
@@ -129,7 +132,17 @@ class Capture:
         return self._lower(module, Region.INFERENCE)
 
     def _lower(self, module: fx.GraphModule, region: Region) -> Callable[..., Any]:
-        return lower(self._run(module, region), self.compiler)
+        program = self._run(module, region)
+        return lower(program, self.compiler, self._watch(program))
+
+    def _watch(self, program: Program) -> Stopwatch | None:
+        """Times a run, if that was asked for and this rank writes the dump."""
+        number, dump = self.config.measure, self._dump
+        if number is None or dump is None or not dump.has_folder:
+            return None
+        region = program.region.value
+        done = functools.partial(dump.measured, region)
+        return Stopwatch(program, number, self._setting.machine.device, done)
 
     def _run(self, module: fx.GraphModule, region: Region) -> Program:
         program = self._program(module, region)

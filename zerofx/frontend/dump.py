@@ -115,6 +115,17 @@ class Dump:
         for reader in self._readers:
             reader.finished(done)
 
+    @property
+    def has_folder(self) -> bool:
+        """Whether this rank writes files."""
+        return any(isinstance(reader, _Folder) for reader in self._readers)
+
+    def measured(self, region: str, times: Mapping[str, Any]) -> None:
+        """Write down when the steps of a program ran."""
+        for reader in self._readers:
+            if isinstance(reader, _Folder):
+                reader.measured(region, times)
+
     def _predict(self, program: Program) -> Prediction | None:
         if program.region is Region.JOINT:
             return None
@@ -167,6 +178,11 @@ class _Folder:
         (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
         if done.region != Region.JOINT.value:
             write_page(self.root.parent)
+
+    def measured(self, region: str, times: Mapping[str, Any]) -> None:
+        # Apart from the report, which is the same on every run.
+        (self.root / region / "measured.json").write_text(json.dumps(times, indent=1) + "\n")
+        write_page(self.root.parent)
 
 
 class _Trace:

@@ -74,6 +74,9 @@ def _blocks(report: Path) -> Iterator[str]:
         if folder.is_dir()
     }
     yield _data("diffs", json.dumps(diffs))
+    times = sorted(report.parent.glob("*/measured.json"))
+    measured = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in times}
+    yield _data("measured", json.dumps(measured))
 
 
 def _data(kind: str, text: str) -> str:

@@ -1,6 +1,6 @@
 // The upper half of the chart: what computes, what is on its way, and where computation stands still.
 
-const LANES = [["compute", 34], ["gathers", 22], ["reductions", 22]];
+const LANES = [["compute", 34], ["measured", 26], ["gathers", 22], ["reductions", 22]];
 const GAP = 9;
 
 // Neighbouring kernels of one block of the model become one bar.
@@ -35,12 +35,16 @@ function drawLanes(step, scale, left, right, top) {
   const tops = {};
   let y = top;
   for (const [name, height] of LANES) {
+    if (name === "measured" && !isMeasured(step)) continue;
     tops[name] = y;
     group.append(svg("rect", { class: "lane", x: left, y, width: right - left, height, rx: 3 }),
       svg("text", { class: "name", x: 0, y: y + height / 2 + 4 }, name));
     y += height + GAP;
   }
-  for (const part of step.parts) drawPart(group, part, tops, scale);
+  for (const part of step.parts) {
+    drawPart(group, part, tops, scale);
+    if (part.measured) drawMeasured(group, part, tops.measured, scale);
+  }
   return { group, bottom: y - GAP };
 }
 
@@ -60,6 +64,22 @@ function drawPart(group, part, tops, scale) {
     const y = kind === "reduce" ? tops.reductions : tops.gathers;
     const text = label(row.bucket || row.params.join(", "), x, y + 15, width, "on-link");
     group.append(bar(kind, x, y, Math.max(width - 1, 0.6), 22));
+    if (text) group.append(text);
+  }
+}
+
+// The stream that computes, as one run of the program found it.
+function drawMeasured(group, part, top, scale) {
+  let place = 0;
+  for (const span of part.measured.spans) {
+    if (span.stream === "link") continue;
+    const x = scale(part.offset + span.begin), width = scale(part.offset + span.end) - x;
+    const kind = span.stream === "stall" ? "stall" : ["compute", "compute-2"][place++ % 2];
+    const shape = bar(kind, x, top, width, 26);
+    shape.append(svg("title", {}, `measured: ${span.stream} ${span.node}, ${seconds(span.end - span.begin)}`));
+    const text = span.stream === "stall" ? null
+      : label(blockOf(part.rows.get(span.node)?.module || ""), x, top + 17, width, "on-compute");
+    group.append(shape);
     if (text) group.append(text);
   }
 }

@@ -1,9 +1,9 @@
 // Read the data, draw, and listen.
 
 const read = (kind) => [...document.querySelectorAll(`script.${kind}`)].map((node) => JSON.parse(node.textContent));
-const diffs = read("diffs");
+const diffs = read("diffs"), measured = read("measured");
 // A folder may still hold graphs that another version of zerofx dumped.
-const graphs = read("graph").map((graph, place) => ({ ...graph, diffs: diffs[place] })).filter((graph) => graph.version === 2);
+const graphs = read("graph").map((graph, place) => ({ ...graph, diffs: diffs[place], measured: measured[place] })).filter((graph) => graph.version === 2);
 let step = null;
 
 function drawChart() {
@@ -64,6 +64,7 @@ function drawGraph(place) {
   step = stepOf(graph);
   document.querySelectorAll("#graphs button").forEach((button, i) => button.setAttribute("aria-pressed", String(i === place)));
   const params = new Set(graph.programs.flatMap((program) => program.inputs.filter((each) => each.role === "shard").map((each) => each.param)));
+  find("step-title").textContent = isMeasured(step) ? "One step, predicted and measured" : "One step, predicted";
   find("title").textContent = `graph ${graph.graph} · stage ${graph.stage} · ${plural(params.size, "parameter")}`;
   document.title = `zerofx report: graph ${graph.graph}, stage ${graph.stage}`;
   find("assumed").textContent = describeSetting(graph);

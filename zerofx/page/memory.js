@@ -17,7 +17,7 @@ function drawMemory(step, scale, left, right, top) {
   const most = Math.max(1, ...step.parts.map((part) => part.program.memory.peak_bytes)) * 1.12;
   const bottom = top + MEMORY_HEIGHT;
   const height = (n) => bottom - (n / most) * MEMORY_HEIGHT;
-  group.append(svg("text", { class: "name", x: 0, y: top - 4 }, "memory"));
+  group.append(svg("text", { class: "name", x: 0, y: top - 8 }, "memory"));
   for (const value of ticks(most, 4)) {
     group.append(svg("line", { class: "grid", x1: left, x2: right, y1: height(value), y2: height(value) }));
     if (value) group.append(svg("text", { x: left - 8, y: height(value) + 4, "text-anchor": "end" }, short(bytes(value))));
@@ -25,7 +25,7 @@ function drawMemory(step, scale, left, right, top) {
   for (const part of step.parts) {
     const { curve, columns } = part.program.memory;
     const places = MEMORY.map(([name]) => columns.indexOf(name));
-    const until = (i) => scale(part.offset + (i + 1 < curve.length ? curve[i + 1][0] : part.seconds)).toFixed(2);
+    const until = (i) => scale(part.offset + (i + 1 < curve.length ? curve[i + 1][0] : part.program.timeline.seconds)).toFixed(2);
     MEMORY.forEach(([, kind], layer) => {
       const edge = (row, number) => height(sum(places.slice(0, number).map((place) => row[place]))).toFixed(2);
       let path = `M${scale(part.offset).toFixed(2)} ${bottom}`, back = "";
@@ -61,7 +61,8 @@ function drawAxis(step, scale, left, right, top, bottom) {
     const x = scale(part.offset);
     if (part.offset) group.append(svg("line", { class: "cut", x1: x, x2: x, y1: 0, y2: bottom }));
     group.append(svg("text", { class: "name", x: x + (part.offset ? 6 : 0), y: 13 }, part.program.region,
-      svg("tspan", { fill: "var(--soft)", "font-weight": 400, dx: 7 }, seconds(part.seconds))));
+      svg("tspan", { fill: "var(--soft)", "font-weight": 400, dx: 7 }, seconds(part.program.timeline.seconds) +
+        (part.measured ? `, measured ${seconds(part.measured.seconds)}` : ""))));
   }
   return group;
 }

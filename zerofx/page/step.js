@@ -12,12 +12,24 @@ function stepOf(graph) {
   const parts = [];
   for (const program of graph.programs.filter((each) => each.timeline)) {
     const rows = new Map(program.nodes.map((node) => [node.name, node]));
-    parts.push({ program, rows, offset, seconds: program.timeline.seconds });
-    offset += program.timeline.seconds;
+    const measured = graph.measured[program.region] || null;
+    const length = Math.max(program.timeline.seconds, measured?.seconds || 0);
+    parts.push({ program, rows, offset, measured, seconds: length });
+    offset += length;
   }
   const peak = parts.reduce(
     (best, part) => (!best || part.program.memory.peak_bytes > best.program.memory.peak_bytes ? part : best), null);
   return { parts, seconds: offset, peak };
+}
+
+const isMeasured = (step) => step.parts.some((part) => part.measured);
+
+// What was measured, in words, if anything was.
+function measuredWords(step) {
+  const times = step.parts.map((part) => part.measured);
+  if (!times.length || times.includes(null)) return "";
+  return `; measured: ${seconds(sum(times.map((each) => each.seconds)))}, ` +
+    `${seconds(sum(times.map((each) => each.exposed_seconds)))} waiting`;
 }
 
 function totals(step) {
@@ -43,9 +55,9 @@ function drawTiles(graph, step, graphs) {
   const breaks = graphs.filter((each) => each.break).length;
   const gathers = collectives.filter((each) => each.kind === "unshard").length;
   find("tiles").replaceChildren(
-    tile("Predicted step", seconds(step.seconds),
-      `${seconds(found.compute)} compute, ${seconds(found.exposed)} waiting; without the optimizer`,
-      share([["compute", found.compute], ["stall", found.exposed]], step.seconds)),
+    tile("Predicted step", seconds(found.compute + found.exposed),
+      `${seconds(found.compute)} compute, ${seconds(found.exposed)} waiting; without the optimizer${measuredWords(step)}`,
+      share([["compute", found.compute], ["stall", found.exposed]], found.compute + found.exposed)),
     tile("Communication hidden", percent(found.hidden, found.link),
       `${seconds(found.hidden)} of ${seconds(found.link)} behind computation`,
       share([["gather", found.hidden]], found.link)),
