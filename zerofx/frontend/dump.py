@@ -176,6 +176,7 @@ class _Folder:
     def finished(self, done: Finished) -> None:
         (self.root / done.region / "program.py").write_text(done.python)
         (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
+        (self.root / done.region / "measured.json").unlink(missing_ok=True)  # of an older program
         if done.region != Region.JOINT.value:
             write_page(self.root.parent)
 
