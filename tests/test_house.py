@@ -36,6 +36,11 @@ def test_file(path: Path) -> None:
         assert not privates, f"go through zerofx/torch_private: {privates}"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "page").glob("*.[!p]*")), ids=_name)
+def test_part_of_the_page(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES, "split it by noun"
+
+
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
 def test_test_file(path: Path) -> None:
     text = path.read_text()

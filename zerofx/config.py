@@ -87,6 +87,9 @@ class ZeroConfig:
             program with the other ranks' and reports the difference.
         dump: folder into which rank 0 writes every program: as text after each pass, as data and
             as Python; by default the environment variable ZEROFX_DUMP. Empty: nothing is written.
+        measure: the run of each program, counted from 0, that rank 0 times into its dump: its
+            report then shows measured times beside the predicted ones. Needs `dump`. By default
+            none.
     """
 
     stage: Stage = 3
@@ -114,6 +117,7 @@ class ZeroConfig:
     passes: tuple[Any, ...] = ()
     hang_timeout: float = 10.0
     dump: str = dataclasses.field(default_factory=_dump_from_environment, compare=False)
+    measure: int | None = dataclasses.field(default=None, compare=False)
 
     @property
     def gradient_codecs(self) -> tuple[str, str]:
@@ -169,12 +173,17 @@ class ZeroConfig:
                 "quantize_exact",
                 'patterns of names, such as ("*embed*",)',
             ),
+            (_is_size(self.measure), "measure", "None or an integer of at least 0"),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
         for good, name, wanted in checks:
             if not good:
                 given = getattr(self, name)
                 raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
+        if self.measure is not None and not self.dump:
+            raise ConfigError(
+                "option measure has no meaning without a dump", "give dump=folder too"
+            )
         if self.mesh is not None and self.replicate != 1:
             raise ConfigError(
                 "options mesh and replicate contradict each other",

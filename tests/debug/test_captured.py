@@ -31,6 +31,6 @@ def test_recompiles(reason: str, said: str, remedy: str) -> None:
 def test_functions_that_are_not_compiled() -> None:
     why = "Odd thing\n  Explanation: it is odd\n  Hint: do this\n  Hint: Please report an issue"
     (found,) = failed([compilation(), compilation(failure=why)])
-    assert found.reason == "forward is not compiled at all: Odd thing: it is odd"
+    assert found.reason == "forward is not compiled at all: Odd thing. it is odd"
     assert found.remedy == "do this" and found.place.line == 5
     assert found.place.code == Path(__file__).read_text().splitlines()[4].strip()

@@ -11,9 +11,11 @@ import pytest
 from tests.passes.models import layout_for, mlp
 from tests.program_builder import cut, trace_joint
 from zerofx.config import ZeroConfig
+from zerofx.cost.machine import machine_of
 from zerofx.debug.compare import Difference, compare
 from zerofx.errors import ConfigError
 from zerofx.frontend.dump import dump_for
+from zerofx.frontend.predict import Setting
 from zerofx.ir.program import Program
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
@@ -22,7 +24,7 @@ from zerofx.passes.pipelines import pipeline
 def dump(folder: Path, number: int = 0, **options: Any) -> Path:
     """The dump of a small model, compiled without ranks."""
     passes = pipeline(ZeroConfig(stage=3, **options), 1)
-    observer = dump_for(str(folder), number, passes)
+    observer = dump_for(str(folder), number, passes, Setting(machine_of("cpu"), 2, fused=False))
     assert observer is not None
 
     def run(program: Program) -> Program:
@@ -91,5 +93,5 @@ def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
         compare(one, tmp_path / "nowhere")
     report = one / "graph0" / "report.json"
     report.write_text(json.dumps({**json.loads(report.read_text()), "version": 0}))
-    with pytest.raises(ConfigError, match="version 0 of the schema, not 1"):
+    with pytest.raises(ConfigError, match="version 0 of the schema, not 2"):
         compare(one, one)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerofx.cli import bench, checkpoint, completion, diff, explain, plan
+from zerofx.cli import bench, checkpoint, completion, diff, explain, plan, report
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
@@ -24,6 +24,7 @@ COMMANDS: tuple[Command, ...] = (
     plan.COMMAND,
     explain.COMMAND,
     diff.COMMAND,
+    report.COMMAND,
     checkpoint.COMMAND,
     bench.COMMAND,
     Command("completion", completion.SUMMARY, completion.configure, completion.run),

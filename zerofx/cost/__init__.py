@@ -1,4 +1,4 @@
 """Numbers: what communication and kernels cost, and what programs hold.
 
-Modules: comm, tables, compute, memory, liveness, fusion, lines, forecast, link.
+Modules: comm, tables, compute, memory, liveness, lifetimes, fusion, lines, forecast, link, machine.
 """

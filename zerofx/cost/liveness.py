@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +20,7 @@ from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import value_bytes
 from zerofx.cost.fusion import values_inside_kernels
 from zerofx.ir.codes import held_bytes
-from zerofx.ir.facts import Role, facts
+from zerofx.ir.facts import Role, block_of, facts
 from zerofx.ir.ops import (
     FREE,
     KEEP,
@@ -38,7 +36,7 @@ from zerofx.ir.ops import (
 )
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
-from zerofx.ir.view import aliased_inputs, positions
+from zerofx.ir.view import aliased_inputs, is_getitem, positions
 
 Rows = NDArray[np.int64]
 
@@ -92,12 +90,12 @@ class Curve:
 CUT = "communication"
 """Name of the communication and views before the first kernel."""
 
-_BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
-_NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
+NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
+"""Before a forward."""
 
 
 def live_bytes(
-    program: Program, transport: Transport, *, fused: bool, before: Held = _NOTHING_HELD
+    program: Program, transport: Transport, *, fused: bool, before: Held = NOTHING_HELD
 ) -> Curve:
     """What is live at each node of a program that went through all passes.
 
@@ -107,12 +105,12 @@ def live_bytes(
         fused: whether kernels are fused, as Inductor does.
         before: of a backward program, what forward left behind.
     """
-    return _Ledger(program, transport, fused, before).walk()
+    return Ledger(program, transport, fused, before).walk()
 
 
 def held_after(forward: Program, transport: Transport, *, fused: bool) -> Held:
     """What `forward` leaves for its backward, and for the caller."""
-    ledger = _Ledger(forward, transport, fused, _NOTHING_HELD)
+    ledger = Ledger(forward, transport, fused, NOTHING_HELD)
     number: dict[fx.Node, int] = {}
     piece: dict[str, int] = {}
     lasting: set[int] = set()
@@ -130,12 +128,13 @@ def held_after(forward: Program, transport: Transport, *, fused: bool) -> Held:
     return Held(values, piece, frozenset(lasting), kept)
 
 
-class _Ledger:
+class Ledger:
     """Sizes, owners and lifetimes of everything that a program allocates.
 
     Attributes:
         owners: the nodes whose memory a value lies in, or is computed from inside a kernel.
         size: bytes that a node allocates; nodes that allocate nothing are missing.
+        first_of_piece: the first input that lies in a piece of what forward left.
     """
 
     def __init__(self, program: Program, transport: Transport, fused: bool, before: Held) -> None:
@@ -144,7 +143,7 @@ class _Ledger:
         self._before = before
         self._place = positions(program.graph)
         self._inside = values_inside_kernels(program.graph) if fused else set[fx.Node]()
-        self._first_of_piece: dict[int, fx.Node] = {}
+        self.first_of_piece: dict[int, fx.Node] = {}
         self.owners: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.size: dict[fx.Node, int] = {}
         for node in program.graph.nodes:
@@ -156,10 +155,10 @@ class _Ledger:
 
     def walk(self) -> Curve:
         """Add up over the program."""
-        dies = self._deaths()
+        dies = self.deaths()
         starts = self._program.calls(REDUCE_START)
         of_grads = {o for start in starts for g in gradients(start) for o in self.owners[g]}
-        values, read = self._before.values, self._first_of_piece
+        values, read = self._before.values, self.first_of_piece
         unread = sum(size for place, size in values.items() if place not in read)
         kept = sum(self._program.params[name].full_bytes for name in self._before.kept)
         live = np.array([unread, 0, 0, kept], dtype=np.int64)
@@ -167,7 +166,9 @@ class _Ledger:
         block = ""
         for node in self._program.graph.nodes:
             live[int(node in of_grads)] += self._allocated_at(node)
-            live[1:] += (self._reduced_at(node), self._message_at(node), self._gathered_at(node))
+            reduced, gathered = self.reduced_at(node), self.gathered_at(node)
+            live[1] += sum(size for _, size in reduced)
+            live[2:] += (self.message_at(node), sum(size for _, size in gathered))
             if node.op != "placeholder":
                 block = _block_of(node, block)
                 silent = node.target in PROGRAM_OPS or bool(aliased_inputs(node))
@@ -181,7 +182,7 @@ class _Ledger:
     def _enter_input(self, node: fx.Node) -> None:
         place = self._before.piece.get(node.name)
         if place is not None:
-            first = self._first_of_piece.setdefault(place, node)
+            first = self.first_of_piece.setdefault(place, node)
             self.owners[node] = (first,)
             self.size[first] = self._before.values[place]
         elif facts(node).role not in (Role.SHARD, Role.BUFFER, Role.MESH):
@@ -190,22 +191,22 @@ class _Ledger:
     def _enter(self, node: fx.Node) -> None:
         value = node.meta.get("val")
         viewed = aliased_inputs(node)
-        if _is_item(node) and not aliased_inputs(node.all_input_nodes[0]):
+        if is_getitem(node) and not aliased_inputs(node.all_input_nodes[0]):
             self.size[node] = value_bytes(value)  # outputs of one kernel live each on its own
         elif viewed or node in self._inside:
             sources = viewed[:1] or node.all_input_nodes
             found = dict.fromkeys(owner for each in sources for owner in self.owners[each])
             self.owners[node] = tuple(found)
-        elif not (isinstance(value, (tuple, list)) and any(map(_is_item, node.users))):
+        elif not (isinstance(value, (tuple, list)) and any(map(is_getitem, node.users))):
             self.size[node] = value_bytes(value)
 
     def _allocated_at(self, node: fx.Node) -> int:
-        if _is_item(node):
+        if is_getitem(node):
             return 0
-        own = [node, *(user for user in node.users if _is_item(user))]
+        own = [node, *(user for user in node.users if is_getitem(user))]
         return sum(self.size.get(each, 0) for each in own)
 
-    def _deaths(self) -> dict[fx.Node, list[fx.Node]]:
+    def deaths(self) -> dict[fx.Node, list[fx.Node]]:
         """What dies after each node."""
         last: dict[fx.Node, fx.Node] = {owner: owner for owner in self.size}
         for node in self._program.graph.nodes:
@@ -227,27 +228,27 @@ class _Ledger:
         lasting = forward or self._before.piece.get(owner.name) in self._before.lasting
         return owner.op == "placeholder" and lasting
 
-    def _gathered_at(self, node: fx.Node) -> int:
+    def gathered_at(self, node: fx.Node) -> list[tuple[ParamSpec, int]]:
+        """What a gather takes from the pool, and bytes of each."""
         if not is_call(node, UNSHARD_START):
-            return 0
+            return []
         found = [s for s in self._specs(node) if s.name not in self._before.kept]
-        return sum(spec.full_bytes for spec in found if spec.layout.temporary)
+        return [(spec, spec.full_bytes) for spec in found if spec.layout.temporary]
 
     def _freed_at(self, node: fx.Node) -> int:
         spec = self._program.spec(node) if is_call(node, FREE) else None
         return spec.full_bytes if spec is not None else 0
 
-    def _reduced_at(self, node: fx.Node) -> int:
+    def reduced_at(self, node: fx.Node) -> list[tuple[ParamSpec, int]]:
         """Reduced gradients that a reduction allocates; they last until `zero_grad`."""
         if not is_call(node, REDUCE_START):
-            return 0
-        reduced = [
-            s for s in self._specs(node) if not (self._transport.recycles and s.layout.sharded)
-        ]
-        return sum(math.prod(s.shard_shape(0)) * s.dtype.itemsize for s in reduced)
+            return []
+        reused = self._transport.recycles
+        new = [s for s in self._specs(node) if not (reused and s.layout.sharded)]
+        return [(s, math.prod(s.shard_shape(0)) * s.dtype.itemsize) for s in new]
 
-    def _message_at(self, node: fx.Node) -> int:
-        """Memory of the collective that starts here."""
+    def message_at(self, node: fx.Node) -> int:
+        """Bytes of buffers of the collective that starts here."""
         specs = self._specs(node)
         shards = specs[0].layout.num_shards if specs else 1
         ways, limit = self._transport.algorithms, self._transport.algorithms.pack_bytes
@@ -269,7 +270,7 @@ class _Ledger:
         if not is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
             return 0
         start = started_by(node)
-        return self._message_at(start) if waits_of(start)[0] is node else 0
+        return self.message_at(start) if waits_of(start)[0] is node else 0
 
     def _specs(self, node: fx.Node) -> list[ParamSpec]:
         params, starts = self._program.params, is_call(node, UNSHARD_START, REDUCE_START)
@@ -279,10 +280,7 @@ class _Ledger:
 def _block_of(node: fx.Node, previous: str) -> str:
     """The outermost numbered module of a node; nodes of none lie where the one before does."""
     path = facts(node).module if node.target not in PROGRAM_OPS else ""
-    found = _BLOCK.match(path)
-    if found:
-        return found[0]
-    return "" if path else previous
+    return block_of(path) if path else previous
 
 
 def _note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows) -> None:
@@ -293,7 +291,3 @@ def _note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows
         higher, lower = (now, before) if now[:3].sum() > before[:3].sum() else (before, now)
         now = np.array([*higher[:3], max(higher[3], lower[3])], dtype=np.int64)
     points.append((name, block, now))
-
-
-def _is_item(node: Any) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from zerofx.cost.comm import Algorithm, Algorithms
+from zerofx.cost.link import Link
 
 Collective = Literal["all_gather", "reduce_scatter"]
 
@@ -73,6 +75,11 @@ class CommTable:
         """The cheapest for a typical bucket."""
         gather = self.best("all_gather", _TYPICAL).algorithm
         return Algorithms(gather, self.best("reduce_scatter", _TYPICAL).algorithm)
+
+    def link(self, collective: Collective) -> Link:
+        """The link as the cheapest algorithm for a typical bucket finds it."""
+        cost = self.best(collective, _TYPICAL)
+        return Link(1 / cost.beta if cost.beta else math.inf, cost.alpha)
 
     def bucket_bytes(self) -> int:
         """Full size at which latency is a twentieth of a gather; between 1 and 16 MiB."""

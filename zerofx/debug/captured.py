@@ -9,21 +9,13 @@ import dataclasses
 import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from torch import fx
 
-from zerofx.torch_private import Compilation, why_graph_ends
+from zerofx.frontend.breaks import find_break, function_named, read_words, shorten
+from zerofx.torch_private import Compilation
 
-_BRANCH = (
-    "a branch on a tensor's values",
-    "write torch.where(condition, a, b) or torch.cond, or move the branch out of forward",
-)
-_DEFAULT_REMEDY = (
-    "move the line out of forward; torch.compile(model, fullgraph=True) says more about it"
-)
 _DYNAMIC = "torch._dynamo.mark_dynamic(input, dim) or dynamic=True, or pad inputs to a few lengths"
-_MOST_HINTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +93,11 @@ class Captured:
 
 def break_of(module: fx.GraphModule) -> Break | None:
     """Where and why Dynamo ended this graph; `None` if the function returns there."""
-    found = why_graph_ends(module)
+    found = find_break(module)
     if found is None:
         return None
-    reason, stack = found
-    if not stack:
-        return Break(_place("", 0, ""), *_read(reason))
-    last = stack[-1]
-    return Break(_place(last.filename, last.lineno or 0, last.name), *_read(reason))
+    place = Place(found.file, found.line, found.function, found.code)
+    return Break(place, found.reason, " ".join(found.remedies))
 
 
 def failed(compilations: Iterable[Compilation]) -> Iterator[Break]:
@@ -117,8 +106,9 @@ def failed(compilations: Iterable[Compilation]) -> Iterator[Break]:
         if each.failure:
             file, line = each.failed_at
             place = _place(file or each.filename, line or each.line, each.function)
-            reason, remedy = _read(each.failure)
-            yield Break(place, f"{each.function} is not compiled at all: {reason}", remedy)
+            reason, remedies = read_words(each.failure)
+            whole = f"{each.function} is not compiled at all: {reason}"
+            yield Break(place, whole, " ".join(remedies))
 
 
 def recompiles(compilations: Sequence[Compilation]) -> list[Recompile]:
@@ -136,23 +126,8 @@ def recompiles(compilations: Sequence[Compilation]) -> list[Recompile]:
 
 
 def _place(file: str, line: int, function: str) -> Place:
-    # A resumed function is the rest of one: torch_dynamo_resume_in_forward_at_10.
-    name = re.sub(r"^torch_dynamo_resume_in_(.+)_at_\d+$", r"\1", function)
-    path, here = Path(file), Path.cwd()
-    shown = path.relative_to(here) if path.is_relative_to(here) else path
-    return Place(str(shown), line, name, linecache.getline(file, line).strip())
-
-
-def _read(reason: str) -> tuple[str, str]:
-    """Dynamo's text as one line of reason and one of remedy."""
-    if reason.startswith("generic_jump") or reason.startswith("Data-dependent branching"):
-        return _BRANCH
-    hints = re.findall(r"^\s*Hint: (.+)$", reason, re.M)
-    useful = [hint for hint in hints if "report an issue" not in hint][:_MOST_HINTS]
-    first = next((line.strip() for line in reason.splitlines() if line.strip()), "unknown")
-    explained = re.search(r"Explanation: (.+)$", reason, re.M)
-    why = f"{first}: {explained[1].strip()}" if explained else first
-    return why, " ".join(useful) or _DEFAULT_REMEDY
+    code = linecache.getline(file, line).strip()
+    return Place(shorten(file), line, function_named(function), code)
 
 
 def _guard(reason: str) -> str:

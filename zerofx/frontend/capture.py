@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,12 +13,15 @@ import torch
 from torch import fx
 
 from zerofx.config import ZeroConfig
+from zerofx.cost.machine import machine_of
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
+from zerofx.frontend.measure import Stopwatch
 from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.frontend.predict import Setting
 from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.frontend.watch import GraphWatcher
@@ -68,11 +72,15 @@ class Capture:
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
         self._watcher = watcher
+        self._setting = _setting(config, session)
         readers = [watcher] if watcher else []
-        self._dump = dump_for(config.dump, next(_numbers), self.passes, readers)
+        number = next(_numbers)
+        self._dump = dump_for(config.dump, number, self.passes, self._setting, readers)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
+        if self._dump is not None:
+            self._dump.graph(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
         return trace_and_compile(
@@ -133,7 +141,18 @@ class Capture:
         return self._lower(module, Region.INFERENCE)
 
     def _lower(self, module: fx.GraphModule, region: Region) -> Callable[..., Any]:
-        return lower(self._run(module, region), self.compiler, kernels_of(self.config))
+        program = self._run(module, region)
+        kernels = kernels_of(self.config)
+        return lower(program, self.compiler, kernels, self._stopwatch(program))
+
+    def _stopwatch(self, program: Program) -> Stopwatch | None:
+        """Times a run, if that was asked for and this rank writes the dump."""
+        number, dump = self.config.measure, self._dump
+        if number is None or dump is None or not dump.has_folder:
+            return None
+        region = program.region.value
+        done = functools.partial(dump.measured, region)
+        return Stopwatch(program, number, self._setting.machine.device, done)
 
     def _run(self, module: fx.GraphModule, region: Region) -> Program:
         program = self._program(module, region)
@@ -149,6 +168,15 @@ class Capture:
         later = self._read_later if region is Region.FORWARD else frozenset[str]()
         number = self._num_user_outputs
         return Program(region, module, self._params, self.config.stage, number, later)
+
+
+def _setting(config: ZeroConfig, session: Session | None) -> Setting:
+    """Where the programs run: on one CPU, if there is nobody to share with."""
+    fused = config.inner == "inductor"
+    if session is None:
+        return Setting(machine_of("cpu"), 1, fused)
+    machine = machine_of(session.device.type, session.network.table)
+    return Setting(machine, session.world.size, fused)
 
 
 def _passes(config: ZeroConfig, session: Session) -> tuple[Pass, ...]:

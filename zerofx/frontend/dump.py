@@ -13,11 +13,16 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import fx
 
+from zerofx.cost.liveness import NOTHING_HELD
 from zerofx.errors import UnsupportedError
+from zerofx.frontend.breaks import Break, find_break
+from zerofx.frontend.predict import Prediction, Setting, left_by, predict
 from zerofx.frontend.report import Ran, describe_graph, describe_program
 from zerofx.frontend.standalone import standalone
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
+from zerofx.page.build import write_page
 from zerofx.passes.base import Pass
 from zerofx.torch_private import is_tracing, trace_artifact
 
@@ -58,16 +63,26 @@ class Dump:
         number: which Dynamo graph of this process.
         passes: the pipeline.
         readers: who is told.
+        setting: where the programs run.
     """
 
-    def __init__(self, number: int, passes: Sequence[Pass], readers: Sequence[Reader]) -> None:
+    def __init__(
+        self, number: int, passes: Sequence[Pass], readers: Sequence[Reader], setting: Setting
+    ) -> None:
         self._number = number
+        self._setting = setting
+        self._ended: Break | None = None
+        self._held = NOTHING_HELD
         self._passes = {each.name: each for each in passes}
         self._readers = readers
         self._texts: dict[str, str] = {}
         self._names: dict[str, Mapping[fx.Node, str]] = {}
         self._ran: dict[str, list[Ran]] = collections.defaultdict(list)
         self._programs: dict[str, dict[str, Any]] = {}
+
+    def graph(self, module: fx.GraphModule) -> None:
+        """Tell of Dynamo's graph, from which all programs come."""
+        self._ended = find_break(module)
 
     def begin(self, program: Program) -> None:
         """Tell of a program that no pass has seen."""
@@ -88,8 +103,10 @@ class Dump:
     def end(self, program: Program) -> None:
         """Tell of a finished program."""
         region = program.region.value
-        self._programs[region] = entry = describe_program(program, self._ran[region])
-        report = describe_graph(self._number, program.stage, list(self._programs.values()))
+        found = self._predict(program)
+        self._programs[region] = entry = describe_program(program, self._ran[region], found)
+        programs = list(self._programs.values())
+        report = describe_graph(self._number, program.stage, programs, self._setting, self._ended)
         try:
             python = standalone(program)
         except UnsupportedError as error:
@@ -97,6 +114,24 @@ class Dump:
         done = Finished(region, f"graph {self._number}: {_summary(entry)}", report, python)
         for reader in self._readers:
             reader.finished(done)
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether this rank writes files."""
+        return any(isinstance(reader, _Folder) for reader in self._readers)
+
+    def measured(self, region: str, times: Mapping[str, Any]) -> None:
+        """Write down when the steps of a program ran."""
+        for reader in self._readers:
+            if isinstance(reader, _Folder):
+                reader.measured(region, times)
+
+    def _predict(self, program: Program) -> Prediction | None:
+        if program.region is Region.JOINT:
+            return None
+        before = self._held if program.region is Region.BACKWARD else NOTHING_HELD
+        self._held = left_by(program, self._setting)
+        return predict(program, self._setting, before)
 
     def _tell(self, program: Program, name: str) -> None:
         region, text = program.region.value, print_program(program)
@@ -107,7 +142,11 @@ class Dump:
 
 
 def dump_for(
-    folder: str, number: int, passes: Sequence[Pass], readers: Sequence[Reader] = ()
+    folder: str,
+    number: int,
+    passes: Sequence[Pass],
+    setting: Setting,
+    readers: Sequence[Reader] = (),
 ) -> Dump | None:
     """The observer for whoever wants to know; `None` if nobody does.
 
@@ -115,6 +154,7 @@ def dump_for(
         folder: into which rank 0 writes; empty for none.
         number: which Dynamo graph of this process.
         passes: the pipeline.
+        setting: where the programs run.
         readers: who else wants to know.
     """
     told = list(readers)
@@ -124,12 +164,12 @@ def dump_for(
         told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):
         told.append(_Log())
-    return Dump(number, passes, told) if told and passes else None
+    return Dump(number, passes, told, setting) if told and passes else None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Folder:
-    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`, and `report.json`."""
+    """`<region>/000_traced.txt`, a `.txt` and a `.diff` a pass, `program.py`; data; the page."""
 
     root: Path
 
@@ -143,6 +183,14 @@ class _Folder:
     def finished(self, done: Finished) -> None:
         (self.root / done.region / "program.py").write_text(done.python)
         (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
+        (self.root / done.region / "measured.json").unlink(missing_ok=True)  # of an older program
+        if done.region != Region.JOINT.value:
+            write_page(self.root.parent)
+
+    def measured(self, region: str, times: Mapping[str, Any]) -> None:
+        # Apart from the report, which is the same on every run.
+        (self.root / region / "measured.json").write_text(json.dumps(times, indent=1) + "\n")
+        write_page(self.root.parent)
 
 
 class _Trace:

@@ -9,6 +9,7 @@ from torch import fx
 
 from zerofx.errors import PassError
 from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.measure import Stopwatch
 from zerofx.frontend.quantize import MakeKernel, gathering, reducing
 from zerofx.frontend.segments import Segment, split
 from zerofx.ir.facts import facts
@@ -36,13 +37,19 @@ from zerofx.torch_private import lookup_seed_op
 Run = Callable[[list[Any]], Any]
 
 
-def lower(program: Program, compiler: SegmentCompiler, kernels: MakeKernel) -> Executable:
+def lower(
+    program: Program,
+    compiler: SegmentCompiler,
+    kernels: MakeKernel,
+    watch: Stopwatch | None = None,
+) -> Executable:
     """Bind communication nodes to the runtime and compile the segments between them.
 
     Args:
         program: verified.
         compiler: of the segments.
         kernels: makes those that quantize.
+        watch: times the steps of one run.
 
     Raises:
         PassError: a marker is left, which no pass turned into communication.
@@ -70,6 +77,8 @@ def lower(program: Program, compiler: SegmentCompiler, kernels: MakeKernel) -> E
             run = compiler.compile(piece, is_backward=backward)
         else:
             run = _bind(piece, program, kernels)
+        if watch is not None:
+            run = watch.around(piece, run)
         steps.append(
             Step(
                 run,

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
-from zerofx.cost.comm import algorithms_for
 from zerofx.cost.compute import Roofline
 from zerofx.cost.forecast import Forecast, Resident
 from zerofx.cost.lines import NotAlikeError
-from zerofx.cost.link import Link
 from zerofx.cost.liveness import Transport
+from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision, states
 from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
@@ -33,29 +32,7 @@ from zerofx.torch_private import fake_mode
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
 """One batch, for `(batch size, length)`."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Where the model will train.
-
-    Attributes:
-        device: `cuda` or `cpu`: which collectives the runtime uses, and what it reuses.
-        roofline: of one device.
-        link: between ranks.
-    """
-
-    device: str
-    roofline: Roofline
-    link: Link
-
-    @property
-    def transport(self) -> Transport:
-        """How the runtime will move bytes."""
-        backend = "nccl" if self.device == "cuda" else "gloo"
-        return Transport(algorithms_for(backend, self.device, 2, 2), recycles=self.device == "cpu")
-
-
-DATACENTER_GPU = Machine("cuda", Roofline(400e12, 2e12), Link(25e9, 20e-6))
+DATACENTER_GPU = machine_of("cuda")
 """What is assumed of a machine that nobody describes."""
 
 

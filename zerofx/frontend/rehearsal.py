@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
+from zerofx.cost.machine import machine_of
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.dump import Dump, Reader
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
+from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_plain
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.ir.facts import facts, set_facts
@@ -68,7 +70,8 @@ class Rehearsal:
         """
         params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
         passes = pipeline(config, _WHOLE)
-        dump = Dump(0, passes, readers) if readers else None
+        setting = Setting(machine_of(self.device.type), num_ranks, self.inner == "inductor")
+        dump = Dump(0, passes, readers, setting) if readers else None
         made: list[Program] = []
         for half in (self.forward, self.backward):
             used = {name: params[name] for name in half.params}

@@ -14,6 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.frontend.breaks import Break
+from zerofx.frontend.predict import (
+    Prediction,
+    Setting,
+    collective_seconds,
+    describe_memory,
+    describe_nodes,
+    describe_setting,
+    describe_timeline,
+    round_seconds,
+)
 from zerofx.ir import ops
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
@@ -22,8 +33,9 @@ from zerofx.ir.text import node_names
 from zerofx.ir.verify import peak_full_bytes
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import Bucket
+from zerofx.passes.schedule import SchedulePlan
 
-VERSION = 1
+VERSION = 2
 
 Json = Any
 """What `json.dumps` takes."""
@@ -46,8 +58,16 @@ class Ran:
     changed: bool
 
 
-def describe_program(program: Program, passes: Sequence[Ran]) -> dict[str, Json]:
-    """The entry of one finished program."""
+def describe_program(
+    program: Program, passes: Sequence[Ran], found: Prediction | None
+) -> dict[str, Json]:
+    """The entry of one finished program.
+
+    Args:
+        program: after its last pass.
+        passes: those that ran.
+        found: what it will take and hold; `None` for a joint program, which never runs.
+    """
     names = node_names(program)
     inputs = program.graph.find_nodes(op="placeholder")
     starts = program.calls(ops.UNSHARD_START, ops.REDUCE_START)
@@ -58,26 +78,39 @@ def describe_program(program: Program, passes: Sequence[Ran]) -> dict[str, Json]
         "num_user_outputs": program.num_user_outputs,
         "passes": [_describe_pass(each) for each in passes],
         "buckets": list(_describe_buckets(program, starts, passes)),
-        "collectives": [_describe_collective(program, start) for start in starts],
+        "collectives": list(_describe_collectives(program, starts, passes, found)),
         "kept": [facts(node).param for node in program.calls(ops.KEEP)],
         "wire_bytes": sum(facts(start).wire_bytes for start in starts),
         "peak_full_bytes": peak_full_bytes(program),
+        "nodes": describe_nodes(program),
+        "timeline": describe_timeline(found) if found else None,
+        "memory": describe_memory(found) if found else None,
     }
 
 
-def describe_graph(number: int, stage: int, programs: Sequence[dict[str, Json]]) -> dict[str, Json]:
+def describe_graph(
+    number: int,
+    stage: int,
+    programs: Sequence[dict[str, Json]],
+    setting: Setting,
+    ended: Break | None,
+) -> dict[str, Json]:
     """The whole report of one Dynamo graph.
 
     Args:
         number: which graph of this process.
         stage: ZeRO stage.
         programs: entries, in the order in which they were finished.
+        setting: where they run.
+        ended: where the graph ends early; `None` if its function returned.
     """
     return {
         "version": VERSION,
         "graph": number,
         "stage": stage,
         "wire_bytes_per_step": wire_bytes_per_step(programs),
+        "setting": describe_setting(setting),
+        "break": None if ended is None else dataclasses.asdict(ended),
         "programs": list(programs),
     }
 
@@ -95,7 +128,9 @@ def wire_bytes_per_step(programs: Sequence[dict[str, Json]]) -> int | None:
     spared = 0
     for each in backward["collectives"]:
         sizes = {member["param"]: member["full_bytes"] for member in each["members"]}
-        if each["kind"] == "unshard":
+        if each["kind"] == "unshard" and each["layout"].endswith(".resident"):
+            spared += each["wire_bytes"]
+        elif each["kind"] == "unshard":
             kept = sum(sizes.get(param, 0) for param in forward["kept"])
             spared += each["wire_bytes"] * kept // max(1, sum(sizes.values()))
     return forward["wire_bytes"] + backward["wire_bytes"] - spared
@@ -148,22 +183,38 @@ def _describe_pass(each: Ran) -> dict[str, Json]:
     }
 
 
-def _describe_collective(program: Program, start: fx.Node) -> dict[str, Json]:
-    record = facts(start)
-    return {
-        "kind": "unshard" if ops.is_call(start, ops.UNSHARD_START) else "reduce",
-        "bucket": record.bucket,
-        "members": [
-            {"param": name, "full_bytes": program.params[name].full_bytes}
-            for name in record.members
-        ],
-        "layout": record.layout,
-        "codecs": list(ops.codecs(start)),
-        "wire_bytes": record.wire_bytes,
-        "scale_bytes": record.scale_bytes,
-        "exact": record.exact,
-        "by": record.origin,
+def _describe_collectives(
+    program: Program, starts: Sequence[fx.Node], passes: Sequence[Ran], found: Prediction | None
+) -> Iterator[dict[str, Json]]:
+    names = node_names(program)
+    seconds = collective_seconds(found) if found else {}
+    late = {
+        start: why
+        for each in passes
+        if isinstance(each.plan, SchedulePlan)
+        for start, why in each.plan.reasons
     }
+    for start in starts:
+        record = facts(start)
+        busy, exposed = seconds.get(start, (None, None))
+        yield {
+            "node": names[start],
+            "kind": "unshard" if ops.is_call(start, ops.UNSHARD_START) else "reduce",
+            "bucket": record.bucket,
+            "members": [
+                {"param": name, "full_bytes": program.params[name].full_bytes}
+                for name in record.members
+            ],
+            "layout": program.params[record.members[0]].layout.name if record.members else "",
+            "codecs": list(ops.codecs(start)),
+            "wire_bytes": record.wire_bytes,
+            "scale_bytes": record.scale_bytes,
+            "exact": record.exact,
+            "by": record.origin,
+            "seconds": round_seconds(busy),
+            "exposed_seconds": round_seconds(exposed),
+            "starts_late": late.get(start, ""),
+        }
 
 
 def _describe_buckets(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+import functools
 
 from torch import fx
 
-from zerofx.cost.compute import Roofline, num_flops, value_bytes
-from zerofx.cost.fusion import values_inside_kernels
+from zerofx.cost.compute import Kernels
 from zerofx.cost.lines import Line, deepen, line_through
-from zerofx.cost.link import Link
 from zerofx.cost.liveness import Curve, Held, Transport, held_after, live_bytes
+from zerofx.cost.machine import Machine, already_whole
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START
 from zerofx.ir.program import Program
@@ -19,17 +18,6 @@ from zerofx.sim.timeline import Timeline, simulate
 
 Programs = tuple[Program, Program]
 """Forward and backward."""
-
-
-class Machine(Protocol):
-    """What is asked of a machine; see `zerofx.frontend.planner.Machine`."""
-
-    @property
-    def roofline(self) -> Roofline: ...
-    @property
-    def link(self) -> Link: ...
-    @property
-    def transport(self) -> Transport: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,15 +136,9 @@ def sent_bytes(programs: Programs) -> int:
 
 def gathered_before(programs: Programs) -> set[fx.Node]:
     """Gathers of backward that send nothing: forward kept the values, or they are resident."""
-    forward, backward = programs
-    kept = {facts(node).param for node in forward.calls(KEEP)}
-    out: set[fx.Node] = set()
-    for start in backward.calls(UNSHARD_START):
-        names = [name for name in facts(start).members if name in backward.params]
-        resident = any(backward.params[name].layout.resident for name in names)
-        if resident or (names and kept.issuperset(names)):
-            out.add(start)
-    return out
+    whole = already_whole(programs[1], _kept(programs))
+    starts = programs[1].calls(UNSHARD_START)
+    return {start for start in starts if whole.issuperset(facts(start).members)}
 
 
 def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Timeline, Timeline]:
@@ -167,16 +149,19 @@ def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Tim
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
     """
-    already = gathered_before(programs)
 
-    def link(start: fx.Node) -> float:
-        return 0.0 if start in already else machine.link.seconds(start)
+    def run(program: Program) -> Timeline:
+        whole = already_whole(program, _kept(programs))
+        link = functools.partial(machine.link_seconds, whole=whole)
+        kernels = Kernels(program.graph, machine.roofline, fused=fused)
+        return simulate(program, kernels.seconds, link)
 
-    forward, backward = (
-        simulate(program, _Kernels(program, machine.roofline, fused).seconds, link)
-        for program in programs
-    )
-    return forward, backward
+    return run(programs[0]), run(programs[1])
+
+
+def _kept(programs: Programs) -> frozenset[str]:
+    """Parameters that forward leaves whole."""
+    return frozenset(facts(node).param for node in programs[0].calls(KEEP))
 
 
 def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curve, Curve, Held]:
@@ -193,23 +178,3 @@ def _times(programs: Programs, machine: Machine, fused: bool) -> Times:
     both = timelines(programs, machine, fused=fused)
     compute = sum(each.compute_seconds for each in both)
     return Times(compute, sum(each.seconds for each in both) - compute)
-
-
-class _Kernels:
-    """A roofline of fused kernels: what stays inside one is not written and read again."""
-
-    def __init__(self, program: Program, roofline: Roofline, fused: bool) -> None:
-        self._inside = values_inside_kernels(program.graph) if fused else set[fx.Node]()
-        self._roofline = roofline
-
-    def seconds(self, node: fx.Node) -> float:
-        """Time of a node; inner values cost what they read from memory."""
-        profile = self._roofline.profile
-        if node.name in profile:
-            return profile[node.name]
-        read = [arg for arg in node.all_input_nodes if arg not in self._inside]
-        moved = sum(value_bytes(arg.meta.get("val")) for arg in read)
-        if node not in self._inside:
-            moved += value_bytes(node.meta.get("val"))
-        memory = moved / self._roofline.bytes_per_second
-        return max(num_flops(node) / self._roofline.flops, memory)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 
 from torch import fx
 
 from zerofx.ir.spec import Tier
 
 _KEY = "zerofx"
+_BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 
 
 class Role(enum.Enum):
@@ -76,3 +78,9 @@ def facts(node: fx.Node) -> Facts:
 def set_facts(node: fx.Node, record: Facts) -> None:
     """Attach `record` to `node`."""
     node.meta[_KEY] = record
+
+
+def block_of(module: str) -> str:
+    """The outermost numbered module of a path: `layers.3` of `layers.3.mlp`; else empty."""
+    found = _BLOCK.match(module)
+    return found[0] if found else ""

@@ -60,6 +60,13 @@ def node_names(program: Program) -> Mapping[fx.Node, str]:
     return _Printer(program).names
 
 
+def node_lines(program: Program) -> Mapping[fx.Node, str]:
+    """The line of each node but the output, without the notes behind it."""
+    printer = _Printer(program)
+    nodes = (node for node in program.graph.nodes if node.op != "output")
+    return {node: printer.line(node).partition("  # ")[0] for node in nodes}
+
+
 def diff(before: str, after: str) -> str:
     """What changed between two printed programs, as a unified diff; empty if nothing did."""
     lines = difflib.unified_diff(
@@ -84,7 +91,7 @@ class _Printer:
         lines = [f"{region} program, stage {stage}"]
         specs = sorted(self.program.params.values(), key=lambda spec: spec.index)
         lines += [f"  {_param_line(spec)}" for spec in specs]
-        lines += [self._line(node) for node in self.program.graph.nodes if node.op != "output"]
+        lines += [self.line(node) for node in self.program.graph.nodes if node.op != "output"]
         return "\n".join(lines + self._output_lines()) + "\n"
 
     def _name_all(self, nodes: Iterable[fx.Node]) -> None:
@@ -99,7 +106,8 @@ class _Printer:
             else:
                 self.names[node] = f"{stem}#{number}" if number else stem
 
-    def _line(self, node: fx.Node) -> str:
+    def line(self, node: fx.Node) -> str:
+        """One node, with what is noted about it."""
         name, record = self.names[node], facts(node)
         if record.role is Role.MESH:
             return name

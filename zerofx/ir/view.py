@@ -40,8 +40,8 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return []
     if is_call(node, UNSHARD_WAIT, UNSHARD_START, REDUCE_WAIT):
         return []
-    if _is_getitem(node) or node.target in _HIDDEN_VIEWS or _schema_aliases(node.target):
-        return node.all_input_nodes[:1] if _is_getitem(node) else node.all_input_nodes
+    if is_getitem(node) or node.target in _HIDDEN_VIEWS or _schema_aliases(node.target):
+        return node.all_input_nodes[:1] if is_getitem(node) else node.all_input_nodes
     return [arg for arg in node.all_input_nodes if _same_storage(node, arg)]
 
 
@@ -107,7 +107,8 @@ def _is_owned(node: fx.Node) -> bool:
     return is_shard or is_call(node, REDUCE_GRAD, REDUCE_WAIT)
 
 
-def _is_getitem(node: fx.Node) -> bool:
+def is_getitem(node: fx.Node) -> bool:
+    """Whether `node` is one of the several values of another node."""
     return getattr(node.target, "__name__", "") == "getitem"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -38,7 +38,7 @@ class Span:
 
     Attributes:
         node: what ran.
-        stream: `compute` or `link`.
+        stream: `compute`, `link`, or `stall`: a wait at which compute stands still.
         begin: when it began.
         end: when it ended.
     """
@@ -54,7 +54,8 @@ class Timeline:
     """A simulated run.
 
     Attributes:
-        spans: kernels and collectives, in order of issue.
+        spans: kernels, collectives and stalls, in order of issue.
+        issued: when each node's turn came.
         exposed: for each wait at which compute stops, how long.
         seconds: when the last of both streams is done.
         peak_bytes: most bytes of values that the program itself made, live at once.
@@ -62,6 +63,7 @@ class Timeline:
     """
 
     spans: tuple[Span, ...]
+    issued: Mapping[fx.Node, float]
     exposed: tuple[tuple[fx.Node, float], ...]
     seconds: float
     peak_bytes: int
@@ -113,8 +115,10 @@ def simulate(program: Program, compute: Seconds, link: Seconds) -> Timeline:
     now = link_free = 0.0
     done: dict[fx.Node, float] = {}
     spans: list[Span] = []
+    issued: dict[fx.Node, float] = {}
     exposed: list[tuple[fx.Node, float]] = []
     for node in program.graph.nodes:
+        issued[node] = now
         if is_call(node, UNSHARD_START, REDUCE_START):
             begin = max(now, link_free)
             done[node] = link_free = begin + link(node)
@@ -123,13 +127,14 @@ def simulate(program: Program, compute: Seconds, link: Seconds) -> Timeline:
             late = done[started_by(node)] - now
             if late > 0:
                 exposed.append((node, late))
+                spans.append(Span(node, "stall", now, now + late))
                 now += late
         elif node.op == "call_function" and node.target not in PROGRAM_OPS:
             took = 0.0 if aliased_inputs(node) else compute(node)
             spans.append(Span(node, "compute", now, now + took))
             now += took
     peak, where = _peak(program)
-    return Timeline(tuple(spans), tuple(exposed), max(now, link_free), peak, where)
+    return Timeline(tuple(spans), issued, tuple(exposed), max(now, link_free), peak, where)
 
 
 def _peak(program: Program) -> tuple[int, fx.Node | None]:

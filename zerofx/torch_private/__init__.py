@@ -8,7 +8,6 @@ from zerofx.torch_private.captured import (
     Compilation,
     compilations,
     frame_being_compiled,
-    why_graph_ends,
 )
 from zerofx.torch_private.compiler import (
     compile_for_sizes,
@@ -29,6 +28,7 @@ from zerofx.torch_private.compiler import (
     trace_and_compile,
     trace_apart,
     trace_artifact,
+    why_graph_ended,
 )
 from zerofx.torch_private.distributed import (
     all_gather_flat,
@@ -52,6 +52,7 @@ from zerofx.torch_private.tensors import (
     map_tensors,
     num_references,
     shares_storage,
+    size_hint,
     storage_key,
     symbols_of,
     tensors_in,
@@ -96,6 +97,7 @@ __all__ = [
     "restart_dynamo",
     "run_boxed",
     "shares_storage",
+    "size_hint",
     "skip_frames_of",
     "storage_key",
     "symbols_of",
@@ -104,6 +106,6 @@ __all__ = [
     "trace_apart",
     "trace_artifact",
     "unwrap_compiled",
-    "why_graph_ends",
+    "why_graph_ended",
     "with_local",
 ]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from traceback import FrameSummary
-from typing import Any
 
-from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 
@@ -56,11 +52,3 @@ def frame_being_compiled() -> int:
     """Which frame of this process Dynamo compiles now; -1: none."""
     found = CompileContext.current_compile_id()
     return -1 if found is None or found.frame_id is None else found.frame_id
-
-
-def why_graph_ends(module: fx.GraphModule) -> tuple[str, Sequence[FrameSummary]] | None:
-    """Dynamo's reason and the user's stack, outermost first; `None` where the function ends."""
-    found: Any = getattr(module, "compile_subgraph_reason", None)
-    if found is None or not found.graph_break:
-        return None
-    return found.reason, found.user_stack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from traceback import FrameSummary
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -222,6 +223,18 @@ def trace_artifact(name: str, text: str) -> None:
         payload_fn=lambda: text,
         expect_trace_id=False,
     )
+
+
+def why_graph_ended(module: fx.GraphModule) -> tuple[str, Sequence[FrameSummary]]:
+    """Why Dynamo ended a graph before its function did, and the user's frames there, inmost last.
+
+    Returns:
+        Dynamo's words; empty if the graph ends where the function returns.
+    """
+    ended = getattr(module, "compile_subgraph_reason", None)
+    if ended is None or not ended.graph_break:
+        return "", ()
+    return ended.reason, ended.user_stack
 
 
 def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

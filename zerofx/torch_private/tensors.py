@@ -80,6 +80,17 @@ def symbols_of(value: Any) -> list[str]:
     return []
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """The extent that a symbolic size had when it was traced; 1 if it depends on data.
+
+    `int(size)` would guard on it, so that every other size compiles anew.
+    """
+    if isinstance(size, int):
+        return size
+    hint: int | None = size.node.hint
+    return 1 if hint is None else int(hint)
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and devices, and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,63 @@
+"""`zerofx report`: the page of a dump, its figures as text and as data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.page.dumps import dump_gpt, rehearse
+from zerofx.cli.main import main
+from zerofx.page.build import build_page
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dump")
+    rehearsal = rehearse(1, width=16)
+    for number in (0, 1):
+        dump_gpt(folder, rehearsal, number=number)
+    return folder
+
+
+def test_the_page_is_that_of_the_dump(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = (dump / "report.html").read_text()
+    assert main(["report", str(dump)]) == 0
+    said = capsys.readouterr().out
+    assert "graph0/forward: " in said and "graph1/backward: " in said and "exposed" in said
+    assert (dump / "report.html").read_text() == written == build_page(dump)
+    assert written.count('class="graph"') == 2 and "{{" not in written.partition("<script")[0]
+
+
+def test_one_graph_into_a_file_as_data(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "one.html"
+    assert main(["report", str(dump / "graph1"), "-o", str(target), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["page"] == str(target) and target.read_text().count('class="graph"') == 1
+    report = json.loads((dump / "graph1" / "report.json").read_text())
+    first = data["programs"][0]
+    assert first["program"] == "graph1/forward"
+    assert first["seconds"] == report["programs"][0]["timeline"]["seconds"] > 0
+    assert first["peak_bytes"] == report["programs"][0]["memory"]["peak_bytes"] > 0
+
+
+def test_what_is_no_dump_is_refused(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no dump" in capsys.readouterr().err
+    assert main(["report", str(dump), "-o", str(tmp_path / "no" / "page.html")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    (tmp_path / "report.json").write_text(json.dumps({"version": 0, "programs": []}))
+    assert main(["report", str(tmp_path)]) == 2
+    assert "version 0 of the schema" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_data_cannot_end_its_script(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"version": 2, "x": "</script>{{script}}"}))
+    assert "</script>{{script}}" not in build_page(tmp_path)
+    assert build_page(tmp_path).count("\\u003c/script>{{script}}") == 1

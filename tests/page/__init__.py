@@ -1,0 +1,1 @@
+"""The page that shows a dump, in a browser."""

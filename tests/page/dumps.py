@@ -1,0 +1,54 @@
+"""Dumps of models that no rank ever ran: real passes on fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.accounting import Gpt
+from zerofx.config import ZeroConfig
+from zerofx.cost.compute import Roofline
+from zerofx.cost.link import Link
+from zerofx.cost.machine import Machine
+from zerofx.frontend.dump import Dump, dump_for
+from zerofx.frontend.joint import copy_module
+from zerofx.frontend.predict import Setting
+from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_model
+from zerofx.passes.base import run_passes
+from zerofx.passes.pipelines import pipeline
+
+CPU = Machine("cpu", Roofline(), Link(1e9, 1e-4))
+
+
+def rehearse(depth: int, width: int = 64) -> Rehearsal:
+    """A GPT of `depth` blocks."""
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    return rehearse_model(lambda: Gpt(depth=depth, width=width), lambda: ((tokens,), {}), "eager")
+
+
+def dump_gpt(
+    folder: Path,
+    rehearsal: Rehearsal,
+    stage: int = 3,
+    machine: Machine = CPU,
+    ranks: int = 4,
+    number: int = 0,
+    **options: Any,
+) -> Dump:
+    """Write the dump of both programs; returns who watched them."""
+    config: Any = ZeroConfig(stage=stage, inner="eager", **options)  # type: ignore[arg-type]
+    passes = pipeline(config, 1)
+    dump = dump_for(str(folder), number, passes, Setting(machine, ranks, fused=False))
+    assert dump is not None
+    params = {spec.name: spec for spec in lay_out(rehearsal.params, config, ranks)}
+    for half in (rehearsal.forward, rehearsal.backward):
+        used = {name: params[name] for name in half.params}
+        module = copy_module(half.module)
+        program = dataclasses.replace(half, module=module, params=used, stage=stage)
+        dump.begin(program)
+        run_passes(program, passes, observer=dump)
+        dump.end(program)
+    return dump

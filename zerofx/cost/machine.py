@@ -1,0 +1,85 @@
+"""`Machine`: where a model trains, as far as predictions go."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from zerofx.cost.comm import algorithms_for
+from zerofx.cost.compute import Roofline
+from zerofx.cost.link import Link
+from zerofx.cost.liveness import Transport
+from zerofx.cost.tables import CommTable
+from zerofx.ir.facts import facts
+from zerofx.ir.ops import REDUCE_START, is_call
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where the model will train.
+
+    Attributes:
+        device: `cuda` or `cpu`: which collectives the runtime uses, and what it reuses.
+        roofline: of one device.
+        link: between ranks.
+        reductions: the same link, as reductions find it; by default `link`.
+        measured: whether the link was measured there.
+    """
+
+    device: str
+    roofline: Roofline
+    link: Link
+    reductions: Link | None = None
+    measured: bool = False
+
+    @property
+    def transport(self) -> Transport:
+        """How the runtime will move bytes."""
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        return Transport(algorithms_for(backend, self.device, 2, 2), recycles=self.device == "cpu")
+
+    def link_seconds(self, start: fx.Node, whole: frozenset[str] = frozenset()) -> float:
+        """Time of a collective on the idle link.
+
+        Args:
+            start: `unshard_start` or `reduce_start`.
+            whole: parameters whose full values are there: see `already_whole`.
+        """
+        if is_call(start, REDUCE_START):
+            return (self.reductions or self.link).seconds(start)
+        members = facts(start).members
+        return 0.0 if whole.issuperset(members) else self.link.seconds(start)
+
+
+def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:
+    """Parameters whose full values are there when backward begins, so that a gather sends nothing.
+
+    Args:
+        program: any.
+        kept: parameters that forward left whole.
+    """
+    if program.region is not Region.BACKWARD:
+        return frozenset()
+    resident = (name for name, spec in program.params.items() if spec.layout.resident)
+    return kept.union(resident)
+
+
+def machine_of(device: str, table: CommTable | None = None) -> Machine:
+    """The machine of a run: what `zerofx bench comm` measured there, else a typical one.
+
+    A core of a CPU computes 50 GFLOP/s and reads 10 GB/s, and gloo on one host sends 1 GB/s after
+    0.1 ms; a GPU computes 400 TFLOP/s and reads 2 TB/s, and NCCL sends 25 GB/s after 20 µs.
+
+    Args:
+        device: `cuda` or `cpu`.
+        table: costs of collectives there.
+    """
+    fast = device == "cuda"
+    roofline = Roofline(400e12, 2e12) if fast else Roofline()
+    if table is None:
+        return Machine(device, roofline, Link(25e9, 20e-6) if fast else Link(1e9, 1e-4))
+    gather, reduction = table.link("all_gather"), table.link("reduce_scatter")
+    return Machine(device, roofline, gather, reduction, measured=True)
