@@ -144,14 +144,16 @@ def unshard(
 def refresh(model: nn.Module) -> None:
     """Say that shards were edited behind PyTorch's back (through `.data`, or by another library).
 
-    Stages 1 and 2 then gather their resident copies anew before the next forward. Edits through
+    Stages 1 and 2 then gather their resident copies anew before the next forward, and so do values
+    that stage 3 keeps from forward to backward, secondary shards included. Edits through
     PyTorch operations are seen without it.
 
     Raises:
         ShardingError: the model is not sharded.
     """
-    for state in _session(model).states:
-        state.dirty = True
+    session = _session(model)
+    for state in session.states:
+        session.forget(state)
 
 
 def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState]:

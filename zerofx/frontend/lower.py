@@ -14,6 +14,7 @@ from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
     KEEP,
+    KEEP_SHARD,
     REDUCE_GRAD,
     REDUCE_START,
     REDUCE_WAIT,
@@ -111,6 +112,9 @@ def _bind(node: fx.Node, region: Region) -> Run:
         case op if op is KEEP:
             handle = _handle(node, 2)
             return lambda args: domain_of(handle).keep(*args)
+        case op if op is KEEP_SHARD:
+            handle = _handle(node, 2)
+            return lambda args: domain_of(handle).keep_shard(*args)
         case op if op is FREE:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).free(args[0])
@@ -134,12 +138,11 @@ def _bind(node: fx.Node, region: Region) -> Run:
 
 def _bind_gather(start: fx.Node, region: Region) -> Run:
     """Sizes and dtypes stand at the waits; verified programs have one for each member."""
-    reuse = region is Region.BACKWARD
     handle, shards = _handle(start, 1), _places(start, 0)
     waits = waits_of(start)
     sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
-        [args[place] for place in shards], sizes, dtypes, reuse=reuse
+        [args[place] for place in shards], sizes, dtypes, region
     )
 
 

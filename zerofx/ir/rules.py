@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from zerofx.ir import ops
 from zerofx.ir.case import Case, gradients_by_input
-from zerofx.ir.facts import Role, facts
+from zerofx.ir.facts import NODE, Role, facts
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
 
@@ -23,6 +23,7 @@ _SHARD_ARGUMENT = {
     ops.UNSHARD: 0,
     ops.UNSHARD_WAIT: 1,
     ops.KEEP: 1,
+    ops.KEEP_SHARD: 1,
     ops.REDUCE_GRAD: 1,
     ops.REDUCE_WAIT: 1,
 }
@@ -165,6 +166,23 @@ def only_gathered_freed(case: Case) -> Iterator[Offence]:
             yield Offence(frees[0], f"frees {case.name(full)}, which is no gathered value", full)
 
 
+def inside_the_node(case: Case) -> Iterator[Offence]:
+    """ZeRO++ §3.2: backward gathers inside the node what forward left there as secondary shards."""
+    for start in case.calls(ops.UNSHARD_START):
+        if facts(start).axis != NODE:
+            continue
+        if case.program.region is not Region.BACKWARD:
+            yield Offence(start, "gathers inside the node before any rank of it has new values")
+        for name in facts(start).members:
+            if not case.program.params[name].layout.secondary:
+                yield Offence(start, f"gathers {name} inside the node, without secondary shards")
+    kept = {facts(node).param for node in case.calls(ops.KEEP_SHARD)}
+    if case.program.region is Region.FORWARD and kept:
+        for full in case.gathered:
+            if facts(full).param in case.program.read_later - kept:
+                yield Offence(full, "leaves no secondary shard, which backward needs")
+
+
 def nothing_full_saved(case: Case) -> Iterator[Offence]:
     """Stage 3: nothing saved for backward is, or views, a full parameter."""
     for node in case.saved:
@@ -263,6 +281,7 @@ RULES: tuple[Rule, ...] = (
     Rule("freed_once", freed_once, _ENABLE),
     Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),
     Rule("only_gathered_freed", only_gathered_freed, "free only what unshard_wait returned"),
+    Rule("inside_the_node", inside_the_node, "run add_secondary_shards on forward and backward"),
     Rule("nothing_full_saved", nothing_full_saved, "recompute it in backward from the shard"),
     Rule("nothing_full_returned", nothing_full_returned, _ENABLE),
     Rule("one_reduction", one_reduction, _ENABLE),

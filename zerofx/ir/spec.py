@@ -42,6 +42,8 @@ class Layout:
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
+        node_size: neighbours along the shard axis that share a node, equally many on each node.
+        secondary: the ranks of a node keep a second shard each of gathered values (hpZ).
     """
 
     handle: int
@@ -51,6 +53,8 @@ class Layout:
     shard_axis: str = "shard"
     replica_axis: str = "replicate"
     reduce_dtype: torch.dtype | None = None
+    node_size: int = 1
+    secondary: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -64,11 +68,12 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """What the printer shows: `shard4`, `shard2x2.resident`, `replicate4`."""
+        """What the printer shows: `shard4`, `shard2x2.resident`, `shard4.node2`, `replicate4`."""
         if not self.sharded:
             return f"replicate{self.num_replicas}"
         replicas = f"x{self.num_replicas}" if self.num_replicas > 1 else ""
-        return f"shard{self.num_shards}{replicas}" + (".resident" if self.resident else "")
+        more = f".node{self.node_size}" if self.secondary else ".resident" if self.resident else ""
+        return f"shard{self.num_shards}{replicas}{more}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +128,11 @@ class ParamSpec:
         if not self.layout.sharded:
             return self.numel
         return self.chunk_rows * self.layout.num_shards * self.row_numel
+
+    @property
+    def secondary_numel(self) -> int:
+        """Elements of a rank's secondary shard, which has no padding but at the very end."""
+        return -(-self.numel // self.layout.node_size) if self.layout.secondary else 0
 
     @property
     def full_bytes(self) -> int:

@@ -4,7 +4,8 @@ A pass sees `ir` and `cost` only; it never runs a model, touches a device or cal
 What is exported here is what a pass is written with, built-in or not; see docs/passes.md.
 Modules: base, changes, registry, fingerprint, pipelines; merge_unshards, merge_reduces,
 cast_before_gather, copy_returned, insert_unshards, insert_reduces, insert_frees, sync_buffers;
-buckets, fuse_unshards, fuse_reduces, keep_unsharded, seams, schedule.
+buckets, fuse_unshards, fuse_reduces, keep_unsharded, seams, schedule,
+add_secondary_shards.
 """
 
 from zerofx.ir import ops, view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerofx.config import ZeroConfig
+from zerofx.passes.add_secondary_shards import AddSecondaryShards
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.cast_before_gather import CastBeforeGather
@@ -82,6 +83,8 @@ def pipeline(
     if config.broadcast_buffers:
         listed += (SyncBuffers(layout=buffers_layout),)
     listed += _optional(config, most_bytes)
+    if config.secondary_shards:
+        listed += (AddSecondaryShards(),)
     listed = change_pipeline(listed, [as_change(each) for each in config.passes])
     names = [each.name for each in listed]
     for name in config.disable:
