@@ -42,6 +42,20 @@ def test_traffic_is_that_of_the_paper(capsys: pytest.CaptureFixture[str]) -> Non
     assert 2.5 * share < plan["stages"]["3"]["sent_bytes"] < 3 * share
 
 
+def test_secondary_shards_spare_the_link_between_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nodes = ("--world-size", "64", "--ranks-per-node", "8", "--stage", "3", "--precision", "mixed")
+    _, plan = _plan(capsys, *nodes)
+    without = plan["stages"]["3"]
+    _, plan = _plan(capsys, *nodes, "--secondary-shards")
+    found, psi = plan["stages"]["3"], plan["num_params"]
+    assert found["params"] - without["params"] == pytest.approx(2 * psi / 8, rel=0.01)
+    # Of a rank's 63 chunks seven leave its node; backward's gather sends none of them.
+    assert without["across_nodes_bytes"] == pytest.approx(without["sent_bytes"] * 7 / 63, rel=0.01)
+    assert found["across_nodes_bytes"] == pytest.approx(2 * 2 * psi * 7 / 64, rel=0.01)
+
+
 def test_the_largest_batch_is_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
     _, plan = _plan(capsys, "--memory", "80MB", "--stage", "3")
     most = plan["stages"]["3"]["largest_batch"]

@@ -25,6 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", help="package.module:factory(key=value), a config.json, or llama(key=value)")
     add("--world-size", type=int, default=8, metavar="W", help="ranks (8)")
+    add("--ranks-per-node", type=int, metavar="L", help="neighbours that share a node (all)")
+    add("--secondary-shards", action="store_true", help="at stage 3: hpZ, a copy inside each node")
     add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
     add("--length", type=int, default=2048, metavar="S", help="S in --input (2048)")
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
@@ -60,7 +62,11 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     planner = Planner(
         build=target.build,
         inputs=target.inputs,
-        config=ZeroConfig(dump=""),
+        config=ZeroConfig(
+            dump="",
+            ranks_per_node=args.ranks_per_node,
+            secondary_shards=args.secondary_shards,
+        ),
         machine=machine,
         precision=precision,
         num_ranks=args.world_size,

@@ -94,7 +94,7 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
 
     Values, gradients and, without master weights, moments have the dtype of the parameter.
     Gradients are sharded then at every stage but 0. Frozen parameters have neither gradients
-    nor optimizer state.
+    nor optimizer state. Secondary shards count as values.
     """
     params = grads = optimizer = 0
     for spec in specs:
@@ -105,7 +105,7 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
             held = spec.padded_numel
         else:
             held = spec.chunk_rows * spec.row_numel
-        params += held * spec.dtype.itemsize
+        params += held * spec.dtype.itemsize + spec.secondary_numel * spec.full_dtype.itemsize
         if spec.trainable:
             grads += own * spec.dtype.itemsize
             moments = 2 * spec.dtype.itemsize

@@ -60,7 +60,9 @@ def describe_program(program: Program, passes: Sequence[Ran]) -> dict[str, Json]
         "buckets": list(_describe_buckets(program, starts, passes)),
         "collectives": [_describe_collective(program, start) for start in starts],
         "kept": [facts(node).param for node in program.calls(ops.KEEP)],
+        "secondary": [facts(node).param for node in program.calls(ops.KEEP_SHARD)],
         "wire_bytes": sum(facts(start).wire_bytes for start in starts),
+        "across_nodes_bytes": sum(map(program.bytes_across_nodes, starts)),
         "peak_full_bytes": peak_full_bytes(program),
     }
 
@@ -158,7 +160,9 @@ def _describe_collective(program: Program, start: fx.Node) -> dict[str, Json]:
             for name in record.members
         ],
         "layout": record.layout,
+        "axis": record.axis,
         "wire_bytes": record.wire_bytes,
+        "across_nodes_bytes": program.bytes_across_nodes(start),
         "by": record.origin,
     }
 

@@ -62,6 +62,7 @@ class View:
         lasting: inputs and results of the model: bytes at batch size 0, and per sample.
         times: at the batch size that was asked for.
         sent_bytes: that a rank sends per step.
+        across_bytes: those of them that leave its node.
     """
 
     forward: Line
@@ -69,6 +70,7 @@ class View:
     lasting: tuple[float, float]
     times: Times
     sent_bytes: float
+    across_bytes: float
 
 
 def look(
@@ -102,7 +104,7 @@ def look(
         line_through(backward, batch, backward2, batch + 1),
         (lasting - batch * slope, slope),
         times,
-        sent_bytes(one),
+        *sent_bytes(one),
     )
 
 
@@ -129,17 +131,19 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
             grown(few.times.exposed, more.times.exposed),
         ),
         grown(few.sent_bytes, more.sent_bytes),
+        grown(few.across_bytes, more.across_bytes),
     )
 
 
-def sent_bytes(programs: Programs) -> int:
-    """Bytes that a rank sends in a step: gathers, and reductions; kept values are not sent again.
+def sent_bytes(programs: Programs) -> tuple[int, int]:
+    """Bytes that a rank sends in a step, and those of them that leave its node.
 
+    Gathers, and reductions; kept values are not sent again.
     A resident copy is gathered once a step, although forward and backward both ask for it.
     """
     forward, backward = programs
     kept = {facts(node).param for node in forward.calls(KEEP)}
-    total = 0
+    total = across = 0
     for program in programs:
         for start in program.calls(UNSHARD_START, REDUCE_START):
             specs = [
@@ -150,7 +154,8 @@ def sent_bytes(programs: Programs) -> int:
                 if resident or (specs and all(spec.name in kept for spec in specs)):
                     continue
             total += facts(start).wire_bytes
-    return total
+            across += program.bytes_across_nodes(start)
+    return total, across
 
 
 def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curve, Curve, Held]:

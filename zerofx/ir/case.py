@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -175,6 +175,14 @@ class Case:
     def _is_temporary(self, full: fx.Node) -> bool:
         spec = self.program.spec(full)
         return spec is None or spec.layout.temporary
+
+
+class Offence(NamedTuple):
+    """A node that breaks a rule, how, and the node whose parameter is meant if it is another."""
+
+    node: fx.Node
+    problem: str
+    about: fx.Node | None = None
 
 
 def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:

@@ -6,13 +6,13 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.case import Case, gradients_by_input
-from zerofx.ir.facts import NODE, Role, facts
+from zerofx.ir.case import Case, Offence, gradients_by_input
+from zerofx.ir.facts import Role, facts
+from zerofx.ir.node_rules import inside_the_node
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
 
@@ -27,14 +27,6 @@ _SHARD_ARGUMENT = {
     ops.REDUCE_GRAD: 1,
     ops.REDUCE_WAIT: 1,
 }
-
-
-class Offence(NamedTuple):
-    """A node that breaks a rule, how, and the node whose parameter is meant if it is another."""
-
-    node: fx.Node
-    problem: str
-    about: fx.Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,23 +156,6 @@ def only_gathered_freed(case: Case) -> Iterator[Offence]:
     for full, frees in case.frees.items():
         if full not in case.gathered:
             yield Offence(frees[0], f"frees {case.name(full)}, which is no gathered value", full)
-
-
-def inside_the_node(case: Case) -> Iterator[Offence]:
-    """ZeRO++ §3.2: backward gathers inside the node what forward left there as secondary shards."""
-    for start in case.calls(ops.UNSHARD_START):
-        if facts(start).axis != NODE:
-            continue
-        if case.program.region is not Region.BACKWARD:
-            yield Offence(start, "gathers inside the node before any rank of it has new values")
-        for name in facts(start).members:
-            if not case.program.params[name].layout.secondary:
-                yield Offence(start, f"gathers {name} inside the node, without secondary shards")
-    kept = {facts(node).param for node in case.calls(ops.KEEP_SHARD)}
-    if case.program.region is Region.FORWARD and kept:
-        for full in case.gathered:
-            if facts(full).param in case.program.read_later - kept:
-                yield Offence(full, "leaves no secondary shard, which backward needs")
 
 
 def nothing_full_saved(case: Case) -> Iterator[Offence]:

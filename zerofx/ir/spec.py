@@ -42,7 +42,8 @@ class Layout:
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
-        node_size: neighbours along the shard axis that share a node, equally many on each node.
+        node_size: neighbours along the shard axis that share a node, equally many on each node; of
+            replicated parameters, along the axis of replicas.
         secondary: the ranks of a node keep a second shard each of gathered values (hpZ).
     """
 
@@ -65,6 +66,18 @@ class Layout:
     def temporary(self) -> bool:
         """Whether full values exist for a moment only: gathered, then freed."""
         return self.sharded and not self.resident
+
+    def sent_across(self, sent_bytes: int, *, reduces: bool) -> int:
+        """Of the bytes that a rank sends in a collective, those that leave its node, in two hops.
+
+        In chunks of `1 / num_shards`: a gather or a reduce-scatter sends `num_shards - 1`, one of
+        them to each other node. Replicas of shards are taken to lie on other nodes.
+        """
+        if not self.sharded:
+            return 0 if self.node_size == self.num_replicas else sent_bytes
+        repeated = 2 * (self.num_replicas - 1) / self.num_replicas if reduces else 0
+        across = self.num_shards // self.node_size - 1 + repeated
+        return round(sent_bytes * across / (self.num_shards - 1 + repeated))
 
     @property
     def name(self) -> str:

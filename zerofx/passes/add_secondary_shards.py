@@ -35,17 +35,16 @@ class AddSecondaryShards(Pass):
     """Forward keeps a second shard of each full value, and backward gathers from those.
 
     ZeRO++ §3.2 (hpZ): the ranks of a node hold a whole copy together, in the dtype of computation,
-    so that backward's gathers send nothing across nodes. A copy serves as long as nobody changed
-    its parameter; otherwise the same gather goes over all ranks, so that values never differ from
-    those without this pass. Forward gathers over all ranks, but for the later micro-batches of an
-    accumulation. Inference programs are left alone, and so are replicated parameters.
+    so that backward's gathers, which bear `axis=node`, send nothing across nodes. A copy serves as
+    long as nobody changed its parameter; otherwise the same gather goes over all ranks, so that
+    values never differ from those without this pass. Forward gathers over all ranks, but for the
+    later micro-batches of an accumulation. Inference programs are left alone, and so are replicated
+    parameters.
 
-    Before (forward, backward):
+    Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
-    After forward:
+    After:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); keep_shard(w, s); free(w)
-    After backward:
-        p = unshard_start([s])  # axis=node
     """
 
     name: ClassVar[str] = "add_secondary_shards"

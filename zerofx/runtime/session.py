@@ -252,7 +252,14 @@ class Session:
             node_size=shard.node_size if num_shards > 1 else 1,
             secondary=node is not None,
         )
-        whole = Layout(new_handle(), 1, num_ranks, False, reduce_dtype=wire)
+        whole = Layout(
+            new_handle(),
+            1,
+            num_ranks,
+            False,
+            reduce_dtype=wire,
+            node_size=self.world.node_size,
+        )
         everyone = self.world if num_ranks > 1 else None
         return (
             Domain(sharded, self, shard if num_shards > 1 else None, self.axes.replica, node),

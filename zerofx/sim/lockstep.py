@@ -20,9 +20,10 @@ from torch.fx.node import map_arg
 
 from zerofx.errors import ZeroFxError
 from zerofx.ir import ops
-from zerofx.ir.facts import facts
+from zerofx.ir.facts import NODE, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
+from zerofx.sim.shares import join_inside, shards_of, split_inside
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -32,17 +33,11 @@ class LockstepError(ZeroFxError):
     """A program did what no real rank could do, or what only works by luck."""
 
 
-def shards_of(full: Tensor, spec: ParamSpec) -> list[Tensor]:
-    """What each rank owns of the full value of a parameter, as copies, in rank order."""
-    layout = spec.layout
-    if not layout.sharded:
-        return [full.clone() for _ in range(layout.num_replicas)]
-    pieces = [full[slice(*spec.rows(shard))] for shard in range(layout.num_shards)]
-    return [piece.clone() for _ in range(layout.num_replicas) for piece in pieces]
-
-
 def run_lockstep(
-    program: Program, inputs: Sequence[Sequence[Any]], world: int | None = None
+    program: Program,
+    inputs: Sequence[Sequence[Any]],
+    world: int | None = None,
+    secondary: dict[str, list[Tensor]] | None = None,
 ) -> list[list[Any]]:
     """Run `program` on all ranks.
 
@@ -50,6 +45,8 @@ def run_lockstep(
         program: in any form, from freshly traced to final. It was traced on rank 0.
         inputs: of each rank. Buffers that the program synchronises are written.
         world: number of ranks, to be checked against `inputs`.
+        secondary: by parameter, the secondary shards of all ranks: a forward writes them, its
+            backward gathers from them. Without, backward gathers the same values over all ranks.
 
     Returns:
         The outputs of each rank.
@@ -61,7 +58,7 @@ def run_lockstep(
     """
     if world is not None and world != len(inputs):
         raise LockstepError(f"inputs of {len(inputs)} ranks for a world of {world}")
-    return _Ranks(program, len(inputs)).run(inputs)
+    return _Ranks(program, len(inputs), {} if secondary is None else secondary).run(inputs)
 
 
 @dataclasses.dataclass
@@ -77,8 +74,9 @@ class _Pending:
 class _Ranks:
     """One run: the environment of all ranks."""
 
-    def __init__(self, program: Program, world: int) -> None:
+    def __init__(self, program: Program, world: int, secondary: dict[str, list[Tensor]]) -> None:
         self.program = program
+        self.secondary = secondary
         self.world = world
         self.values: dict[fx.Node, list[Any]] = {}
         self.pending: dict[fx.Node, _Pending] = {}
@@ -91,6 +89,7 @@ class _Ranks:
             ops.UNSHARD_WAIT: self._wait,
             ops.FREE: self._free,
             ops.KEEP: self._free,  # backward gathers the same values
+            ops.KEEP_SHARD: self._keep_shard,
             ops.REDUCE_GRAD: self._reduce_grad,
             ops.REDUCE_START: self._reduce_start,
             ops.REDUCE_WAIT: self._wait,
@@ -144,7 +143,10 @@ class _Ranks:
         dtypes = {wait.args[1]: ops.full_dtype(wait) for wait in ops.waits_of(node)}
         for shard, name in zip(ops.members(node), facts(node).members, strict=True):
             shards, spec = self._read(node, shard), self._spec(node, name)
-            values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
+            if facts(node).axis == NODE and name in self.secondary:
+                values[shard] = join_inside(self.secondary[name], spec)
+            else:
+                values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
         return self._start(node, values, sources)
 
@@ -199,6 +201,11 @@ class _Ranks:
             self.gathered.discard(address)
             _poison(value)
             self.freed[address] = value
+        return [None] * self.world
+
+    def _keep_shard(self, node: fx.Node) -> list[None]:
+        spec = self._spec(node, facts(node).param)
+        self.secondary[spec.name] = split_inside(self._read(node, node.args[0]), spec)
         return [None] * self.world
 
     def _sync_buffers(self, node: fx.Node) -> list[None]:
