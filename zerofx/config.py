@@ -51,7 +51,8 @@ class ZeroConfig:
             the model divided by the ranks of a node; there must be several nodes of several ranks.
         accumulate: number of backward passes per optimizer step. Stages 0 and 1 then send gradients
             once per `accumulate` backwards and hold the full local sum meanwhile; stages 2 and 3
-            reduce every time, since their gradients are sharded at rest.
+            reduce every time, since their gradients are sharded at rest, but replica groups share
+            them once (MiCS).
         broadcast_buffers: rank 0's buffers win before each forward, as in DistributedDataParallel.
         min_shard_numel: parameters with fewer elements, and scalars, stay replicated; their
             gradients are all-reduced.

@@ -50,6 +50,7 @@ def test_secondary_shards_spare_the_link_between_nodes(
     without = plan["stages"]["3"]
     _, plan = _plan(capsys, *nodes, "--secondary-shards")
     found, psi = plan["stages"]["3"], plan["num_params"]
+    assert found["states_formula"] == "Ψ/4 + 16*Ψ/W"
     assert found["params"] - without["params"] == pytest.approx(2 * psi / 8, rel=0.01)
     # Of a rank's 63 chunks seven leave its node; backward's gather sends none of them.
     assert without["across_nodes_bytes"] == pytest.approx(without["sent_bytes"] * 7 / 63, rel=0.01)

@@ -76,7 +76,15 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         say=progress.step,
     )
     plan = planner.plan(tuple(sorted(set(args.stage or (0, 1, 2, 3)))))
-    asked = Question(target.text, args.world_size, args.batch, args.length, args.memory, precision)
+    asked = Question(
+        target.text,
+        args.world_size,
+        args.batch,
+        args.length,
+        args.memory,
+        precision,
+        args.ranks_per_node if args.secondary_shards else 0,
+    )
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
 

@@ -28,6 +28,7 @@ class Question:
         length: S.
         memory_bytes: of a device; `None` if nobody asks whether it fits.
         precision: of parameters and optimizer.
+        secondary: ranks of a node, if they keep secondary shards; else 0.
     """
 
     target: str
@@ -36,6 +37,7 @@ class Question:
     length: int
     memory_bytes: int | None
     precision: Precision
+    secondary: int = 0
 
 
 def best_stage(plan: Plan, asked: Question) -> int | None:
@@ -94,7 +96,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
 def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
     peak = plan.forecast.peak(asked.batch)
     fixed, slope = plan.forecast.activations(asked.batch)
-    states = formula(plan.stage, asked.precision)
+    states = formula(plan.stage, asked.precision, asked.secondary)
     out: dict[str, Any] = {
         "peak_bytes": peak.total,
         **dataclasses.asdict(peak),
@@ -138,7 +140,7 @@ def _several_nodes(plan: Plan) -> bool:
 def _formulas(plan: Plan, asked: Question) -> str:
     lines = ["bytes in Ψ, W and the batch size B:"]
     for stage, each in sorted(plan.stages.items()):
-        states = formula(stage, asked.precision)
+        states = formula(stage, asked.precision, asked.secondary)
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"
         sent = sympy.factor(wire_formula(stage, asked.precision))
