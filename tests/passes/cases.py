@@ -10,12 +10,10 @@ import torch
 from torch import fx
 
 from tests.hand_program import Hand
-from tests.passes.golden import apply
 from tests.program_builder import layout_of, specs_of
 from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
-from zerofx.passes.add_secondary_shards import AddSecondaryShards
 from zerofx.passes.base import Pass
 from zerofx.passes.cast_before_gather import CastBeforeGather
 from zerofx.passes.copy_returned import CopyReturned
@@ -44,8 +42,6 @@ _REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
 _LOW = dataclasses.replace(layout_of(2), reduce_dtype=BF16)
 _CAST = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32)
 _CAST_REPLICATED = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32, small=100)
-_NODES = dataclasses.replace(layout_of(4), node_size=2, secondary=True)
-_SECONDARY = specs_of({"w": (3, 3), "v": (3, 3)}, _NODES)
 _HYBRID = specs_of({"w": (3, 3)}, layout_of(2, replicas=2))
 
 
@@ -200,33 +196,6 @@ def chain(params: dict[str, object], later: tuple[str, ...] = ()) -> Callable[[]
     return build
 
 
-def gathers_again(params: dict[str, object]) -> Callable[[], Program]:
-    """A backward that gathers a bucket, and frees each value after its one use."""
-
-    def build() -> Program:
-        hand = Hand(params, Region.BACKWARD)  # type: ignore[arg-type]
-        shards = [hand.shard(name) for name in params]
-        start, dy = hand.start(*shards), hand.input("dy", 2, 3)
-        fulls = [hand.wait(start, shard) for shard in shards]
-        for full in fulls:
-            dy = hand.call(aten.mm.default, dy, full)
-            hand.free(full)
-        return hand.program([dy])
-
-    return build
-
-
-def chain_kept(params: dict[str, object]) -> Callable[[], Program]:
-    """`chain`, whose last value is kept for backward."""
-
-    def build() -> Program:
-        program = chain(params, later=tuple(params))()
-        apply(program, KeepUnsharded())
-        return program
-
-    return build
-
-
 def gradients_reduced(params: dict[str, object]) -> Callable[[], Program]:
     """Each gradient reduced as soon as it exists, and returned through a view."""
 
@@ -320,12 +289,6 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("schedule", "strict"): (Schedule(prefetch_bytes=0), chain(_TWO)),
     ("schedule", "seams"): (Schedule(), pointwise_between),
     ("schedule", "reductions"): (Schedule(), gradients_reduced(_THREE)),
-    ("add_secondary_shards", "doc"): (
-        AddSecondaryShards(),
-        chain(specs_of({"w": (3, 3)}, _NODES), later=("w",)),
-    ),
-    ("add_secondary_shards", "kept"): (AddSecondaryShards(), chain_kept(_SECONDARY)),
-    ("add_secondary_shards", "backward"): (AddSecondaryShards(), gathers_again(_SECONDARY)),
     ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
     ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
 }

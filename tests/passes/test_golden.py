@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from tests.passes.cases import CASES
 from tests.passes.golden import FOLDER, apply, check_golden, golden_halves
+from tests.passes.secondary_cases import ALL_CASES as CASES
 from zerofx.ir.text import print_program
 from zerofx.ir.verify import verify
 from zerofx.passes.base import Pass

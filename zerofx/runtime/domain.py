@@ -85,9 +85,8 @@ class Domain:
         """Start making full values available; each value is 1-D and padded.
 
         A replicated parameter is its own full value. A resident one is gathered in place, and
-        only if its shard changed since the last time. A backward takes what forward kept, or
-        gathers inside the node if forward left secondary shards there; the latter is done by the
-        forward of a later micro-batch too.
+        only if its shard changed since the last time. A backward takes what forward kept; it, and
+        the forward of a later micro-batch, gather inside the node where secondary shards are.
 
         Args:
             shards: this rank's.
@@ -101,41 +100,49 @@ class Domain:
         if comm is None:
             return Pending([shard.to(dtype) for shard, dtype in zip(shards, wanted, strict=True)])
         outs: list[Tensor] = []
-        moved = GatherRound(comm, "all_gather")
+        everywhere = GatherRound(comm, "all_gather")
         inside = GatherRound(self.secondary.comm if self.secondary else comm, "gather_in_node")
         refreshed: list[ParamState] = []
         for shard, size, dtype in zip(shards, sizes, wanted, strict=True):
             state = self.find(shard)
-            numel = -(-size[0] // comm.size) * row_numel(size)
             out = self._current(state, dtype, region)
             if out is None:
-                if state is not None and state.buffer is not None and self.layout.resident:
-                    out = state.buffer
-                    refreshed.append(state)
-                else:
-                    out = self.session.pool.take(numel * comm.size, dtype, shard.device)
+                out = self._landing(state, shard, size, dtype)
                 second = self._secondary_shard(state, dtype, region)
                 if second is not None:
                     out = out[: second.numel() * inside.comm.size]
                     inside.add(_name(state), out, second)
                 else:
-                    chunk = (
-                        state.chunk(shard, out)
-                        if state
-                        else padded_chunk(shard, out, comm.rank, numel)
-                    )
-                    moved.add(_name(state), out, chunk)
+                    everywhere.add(_name(state), out, self._chunk(state, shard, out))
+                if state is not None and self.layout.resident:
+                    refreshed.append(state)
             outs.append(out)
 
-        def finish(gathered: list[Tensor]) -> list[Tensor]:
+        def finish(_: list[Tensor]) -> list[Tensor]:
             for state in refreshed:
                 state.mark_current()
             return outs
 
         pending = Pending(outs)
-        for each in (moved, inside):
+        for each in (everywhere, inside):
             pending = each.start_after(pending, self.session.journal)
         return pending if pending.done else pending.then(finish)
+
+    def _landing(
+        self, state: ParamState | None, shard: Tensor, size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Memory for a padded full value, 1-D: the resident copy, or a slot of the pool."""
+        if state is not None and state.buffer is not None and self.layout.resident:
+            return state.buffer
+        numel = self.layout.num_shards * -(-size[0] // self.layout.num_shards) * row_numel(size)
+        return self.session.pool.take(numel, dtype, shard.device)
+
+    def _chunk(self, state: ParamState | None, shard: Tensor, out: Tensor) -> Tensor:
+        """What this rank has of a full value."""
+        if state is not None:
+            return state.chunk(shard, out)
+        numel = out.numel() // self.layout.num_shards
+        return padded_chunk(shard, out, self.shard_rank, numel)
 
     def _current(
         self, state: ParamState | None, dtype: torch.dtype, region: Region
