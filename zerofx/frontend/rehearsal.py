@@ -170,7 +170,7 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
         )
     shards = num_ranks // replicas if config.stage > 0 else 1
     per_node = config.ranks_per_node or num_ranks
-    node_size = node_size_of(range(shards), per_node)
+    node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)
     check_nodes(config, shards, node_size)
     sharded = Layout(
         _SHARDED,

@@ -39,9 +39,10 @@ class SecondaryShards:
         self._copies: weakref.WeakKeyDictionary[ParamState, _Copy] = weakref.WeakKeyDictionary()
 
     def put(self, state: ParamState, full: Tensor) -> None:
-        """Keep this rank's part of `full`, the value of `state`'s parameter as it is now."""
-        if self.take(state, full.dtype) is not None:
-            return
+        """Keep this rank's part of `full`, the value of `state`'s parameter as it is now.
+
+        Always: a write through `.data` before this forward left no trace in the versions.
+        """
         numel = -(-full.numel() // self.comm.size)
         copy = self._copies.get(state)
         if copy is None or (copy.shard.dtype, copy.shard.device) != (full.dtype, full.device):

@@ -249,7 +249,7 @@ class Session:
             num_ranks // num_shards,
             stage in (1, 2),
             reduce_dtype=wire,
-            node_size=shard.node_size if num_shards > 1 else 1,
+            node_size=(shard if num_shards > 1 else self.world).node_size,
             secondary=node is not None,
         )
         whole = Layout(
