@@ -145,8 +145,8 @@ def unshard(
 def refresh(model: nn.Module) -> None:
     """Say that shards were edited behind PyTorch's back (through `.data`, or by another library).
 
-    Stages 1 and 2 then gather their resident copies anew before the next forward, and so do values
-    that stage 3 keeps from forward to backward, secondary shards included. Edits through
+    Stages 1 and 2 then gather their resident copies anew before the next forward, and stage 3 drops
+    what it keeps for backward, secondary shards included. Every rank must call it. Edits through
     PyTorch operations are seen without it.
 
     Raises:
