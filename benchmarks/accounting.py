@@ -50,6 +50,9 @@ calls of `torch.distributed`; neither comes from zerofx's own books.
 Padding: a parameter is split by rows, as `DTensor` and FSDP2 do, so the last shard is padded. On
 SmolLM2-135M it costs nothing at W = 2, 4, 8, 16, 32, 64, less than 2 % at every W up to 24, and at
 most 6 % (W = 63) at any W up to 64.
+
+With `secondary_shards` stage 3 holds 4Ψ/L more at rest, L ranks on a node (2Ψ/L in bf16;
+[secondary_shards.md](secondary_shards.md)).
 """
 
 

@@ -113,7 +113,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     At stages 0 and 1 each rank sums full local gradients, which costs one full gradient per
     parameter (4 bytes an element in fp32) until the first backward outside the context exchanges
     the sum. At stages 2 and 3 gradients are sharded at rest and every backward reduces all the
-    same: the result does not differ, and no memory is spent.
+    same: the result does not differ, and no memory is spent. On a hybrid mesh they reduce inside
+    the groups, and hold a sum as large as the shards until that backward shares it across groups.
 
     `zero_grad()` inside drops the sum, but for `zero_grad(set_to_none=False)` of an optimizer built
     with `foreach=True` or `fused=True`, which leaves no trace on a `DTensor`.
@@ -201,14 +202,16 @@ def explain(
 def refresh(model: nn.Module) -> None:
     """Say that shards were edited behind PyTorch's back (through `.data`, or by another library).
 
-    Stages 1 and 2 then gather their resident copies anew before the next forward. Edits through
+    Stages 1 and 2 then gather their resident copies anew before the next forward, and stage 3 drops
+    what it keeps for backward, secondary shards included. Every rank must call it. Edits through
     PyTorch operations are seen without it.
 
     Raises:
         ShardingError: the model is not sharded.
     """
-    for state in _session(model).states:
-        state.dirty = True
+    session = _session(model)
+    for state in session.states:
+        session.forget(state)
 
 
 def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState]:

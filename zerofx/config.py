@@ -45,9 +45,14 @@ class ZeroConfig:
             of several nodes, messages travel in two hops, so that each byte crosses between nodes
             once (gloo on CPUs; NCCL sees to it by itself). By default what torchrun started on
             rank 0's node.
+        secondary_shards: stage 3 keeps a second shard of every gathered value inside each node, in
+            the dtype of computation, so that backward, and later micro-batches of an accumulation
+            (`accumulate`, `no_sync`), gather inside the node (hpZ of ZeRO++). It costs the size of
+            the model divided by the ranks of a node; there must be several nodes of several ranks.
         accumulate: number of backward passes per optimizer step. Stages 0 and 1 then send gradients
             once per `accumulate` backwards and hold the full local sum meanwhile; stages 2 and 3
-            reduce every time, since their gradients are sharded at rest.
+            reduce every time, since their gradients are sharded at rest, but replica groups share
+            them once (MiCS).
         broadcast_buffers: rank 0's buffers win before each forward, as in DistributedDataParallel.
         min_shard_numel: parameters with fewer elements, and scalars, stay replicated; their
             gradients are all-reduced.
@@ -97,6 +102,7 @@ class ZeroConfig:
     mesh: DeviceMesh | None = None
     replicate: int = 1
     ranks_per_node: int | None = None
+    secondary_shards: bool = False
     accumulate: int = 1
     broadcast_buffers: bool = True
     min_shard_numel: int = 512
@@ -188,6 +194,18 @@ class ZeroConfig:
             raise ConfigError(
                 "options mesh and replicate contradict each other",
                 "give the 2-D mesh (replicate, shard) alone, or replicate=k alone",
+            )
+        if self.secondary_shards and self.stage != 3:
+            raise ConfigError(
+                f"option secondary_shards=True has no meaning at stage {self.stage}, where "
+                "parameters are not sharded between forward and backward",
+                'use backend="zero3", or leave secondary_shards out',
+            )
+        if self.secondary_shards and self.quantize_weights is not None:
+            raise ConfigError(
+                "options secondary_shards and quantize_weights do not go together yet: shards in a "
+                "node would be made of coded values, and be coded again",
+                "leave one of them out; quantize_gradients goes with both",
             )
         if self.mesh is not None and self.mesh.ndim not in (1, 2):
             raise ConfigError(

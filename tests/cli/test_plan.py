@@ -49,6 +49,21 @@ def test_no_byte_is_waited_for_twice(stage: str, capsys: pytest.CaptureFixture[s
     assert 0.5 < found["exposed_seconds"] / (found["sent_bytes"] / 1e9) <= 1.0 + 1e-9
 
 
+def test_secondary_shards_spare_the_link_between_nodes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nodes = ("--world-size", "64", "--ranks-per-node", "8", "--stage", "3", "--precision", "mixed")
+    _, plan = _plan(capsys, *nodes)
+    without = plan["stages"]["3"]
+    _, plan = _plan(capsys, *nodes, "--secondary-shards")
+    found, psi = plan["stages"]["3"], plan["num_params"]
+    assert found["states_formula"] == "Ψ/4 + 16*Ψ/W"
+    assert found["params"] - without["params"] == pytest.approx(2 * psi / 8, rel=0.01)
+    # Of a rank's 63 chunks seven leave its node; backward's gather sends none of them.
+    assert without["across_nodes_bytes"] == pytest.approx(without["sent_bytes"] * 7 / 63, rel=0.01)
+    assert found["across_nodes_bytes"] == pytest.approx(2 * 2 * psi * 7 / 64, rel=0.01)
+
+
 def test_the_largest_batch_is_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
     _, plan = _plan(capsys, "--memory", "80MB", "--stage", "3")
     most = plan["stages"]["3"]["largest_batch"]

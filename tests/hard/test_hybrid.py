@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.hard.pair import EAGER, Pair
+import zerofx
+from tests.hard.pair import EAGER, Pair, draw
+from tests.hard.test_accumulation import Sides
 from tests.hard.wire import watched
 from tests.models import batch, make
 from tests.ranks import run_ranks
+from zerofx.cost.comm import algorithms_for
+from zerofx.runtime.comm import node_size_of
 
 
 def _options(how: str) -> dict[str, Any]:
@@ -49,3 +55,41 @@ def test_four_ranks_in_two_groups(stage: int, how: str) -> None:
         assert repeated == resident
         gathers = whole if stage == 3 else 0
         assert sent < (whole + gathers) * 0.55
+
+
+def _accumulated(stage: int, how: str) -> list[list[int]]:
+    """All-reduces of each micro-batch, of two steps of three; the last leaves a head out."""
+    options = {**EAGER, "min_shard_numel": 6, "replicate": 2, "accumulate": 3}
+    if how == "no_sync":
+        del options["accumulate"]
+    pair, counts = Pair(Sides(), stage, options, rtol=1e-6), []
+    with torch.no_grad():
+        pair.run(draw(4, 7), "left right")
+    for step in range(2):
+        counts.append([])
+        for index, sides in enumerate(("left right", "left right", "left")):
+
+            def loss(run: Any, number: int, sides: str = sides) -> Any:
+                return run(draw(4, 7, seed=number), sides)
+
+            held = how == "no_sync" and index < 2
+            context = zerofx.no_sync(pair.model) if held else contextlib.nullcontext()
+            with context, watched() as wire:
+                pair.backward(loss, 10 * step + index)
+            counts[-1].append(wire.count("all_reduce"))
+        pair.step()
+    return counts
+
+
+@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_groups_share_gradients_once_a_step(stage: int, how: str) -> None:
+    for counts in run_ranks(4, _accumulated, stage, how, timeout=220):
+        for first, second, last in counts:
+            assert (first, second) == (0, 0) and last > 0
+
+
+def test_groups_that_span_nodes_gather_in_two_hops() -> None:
+    group = range(4, 8)
+    assert node_size_of(group, 2) == 2
+    assert algorithms_for("gloo", "cpu", 4, node_size_of(group, 2)).all_gather == "two_hop"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +28,14 @@ _CALLS = (
 
 @dataclass
 class Wire:
-    """Calls so far: the name of each, the tensor's elements and its bytes; and all dtypes."""
+    """Calls so far: the name of each, the tensor's elements and its bytes; and all dtypes.
+
+    `sent_to` has the bytes of messages by the global rank that they went to.
+    """
 
     calls: list[tuple[str, int, int]] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    sent_to: Counter[int] = field(default_factory=Counter)
 
     def count(self, name: str = "") -> int:
         """Number of calls of one kind, or of all."""
@@ -64,6 +69,8 @@ def _watch(real: Any, name: str, wire: Wire, before: Callable[[], None]) -> Call
         before()
         wire.calls.append((name, tensor.numel(), tensor.nbytes))
         wire.dtypes.add(tensor.dtype)
+        if name == "isend":
+            wire.sent_to[args[0]] += tensor.nbytes
         return real(tensor, *args, **kwargs)
 
     return call

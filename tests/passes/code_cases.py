@@ -22,7 +22,7 @@ _LARGE = specs_of({"w": (30, 30)}, layout_of(2))
 _SHAPES = {"table": (30, 30), "l.w": (30, 30), "l.bias": (30,), "l.small": (3, 3), "l.v": (30, 30)}
 _KINDS = specs_of(_SHAPES, layout_of(4))
 _KINDS["table"] = dataclasses.replace(_KINDS["table"], owners=("Embedding",))
-_NODES = dataclasses.replace(layout_of(4), num_nodes=2)
+_NODES = dataclasses.replace(layout_of(4), node_size=2)
 _TWO_HOPS = specs_of({"w": (30, 30), "v": (30, 30)}, _NODES)
 
 

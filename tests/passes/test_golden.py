@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from tests.passes.cases import CASES
 from tests.passes.golden import FOLDER, apply, check_golden, golden_halves
+from tests.passes.secondary_cases import ALL_CASES as CASES
 from zerofx.ir.text import print_program
 from zerofx.ir.verify import verify
 from zerofx.passes.base import Pass
@@ -60,5 +60,5 @@ def test_file_and_class_bear_the_pass_name(name: str) -> None:
 
 
 def _zerofx_ops(text: str) -> Counter[str]:
-    words = r"\b(unshard|reduce_grad|unshard_start|unshard_wait|free|keep|reduce_start|reduce_wait|"
-    return Counter(re.findall(words + r"sync_buffers|clone)\(", text))
+    words = r"\b(unshard|reduce_grad|unshard_start|unshard_wait|free|keep|keep_shard|reduce_start|"
+    return Counter(re.findall(words + r"reduce_wait|sync_buffers|clone)\(", text))

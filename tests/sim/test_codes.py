@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ def _two_layers(read: Read, buffers: Sequence[Tensor], inputs: Sequence[Tensor])
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     shards, replicas, nodes = draw(st.sampled_from(NODES))
-    layout = Layout(2, shards, replicas, False, num_nodes=nodes)
+    layout = Layout(2, shards, replicas, False, node_size=shards // nodes)
     wide, hidden, out = (draw(st.integers(1, 60)) for _ in range(3))
     shapes = {"a.weight": (hidden, wide), "a.bias": (hidden,), "b.weight": (out, hidden)}
     params = specs_of(shapes, layout, small=draw(st.sampled_from([0, 100])), dtype=torch.float32)
@@ -84,7 +83,7 @@ def _size(gradients: Sequence[Sequence[Tensor | None]]) -> float:
 
 
 def test_a_parameter_travels_alike_in_every_program() -> None:
-    layout = dataclasses.replace(Layout(2, 2, 1, False), num_nodes=1)
+    layout = Layout(2, 2, 1, False, node_size=2)
     shapes = {"a.weight": (40, 40), "a.bias": (40,), "b.weight": (40, 40)}
     model = Model(_two_layers, specs_of(shapes, layout), [torch.zeros(3, 40)])
     forward, backward = _final(

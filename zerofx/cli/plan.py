@@ -22,6 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_machine(parser)
     add = parser.add_argument
     add("target", help="package.module:factory(key=value), a config.json, or llama(key=value)")
+    add("--ranks-per-node", type=int, metavar="L", help="neighbours that share a node (all)")
+    add("--secondary-shards", action="store_true", help="at stage 3: hpZ, a copy inside each node")
     add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
     add("--length", type=int, default=2048, metavar="S", help="S in --input (2048)")
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
@@ -39,7 +41,11 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     planner = Planner(
         build=target.build,
         inputs=target.inputs,
-        config=ZeroConfig(dump=""),
+        config=ZeroConfig(
+            dump="",
+            ranks_per_node=args.ranks_per_node,
+            secondary_shards=args.secondary_shards,
+        ),
         machine=machine_of(args),
         precision=precision,
         num_ranks=num_ranks,
@@ -49,7 +55,10 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         say=progress.step,
     )
     plan = planner.plan(tuple(sorted(set(args.stage or (0, 1, 2, 3)))))
-    asked = Question(target.text, num_ranks, args.batch, args.length, args.memory, precision)
+    secondary = args.ranks_per_node if args.secondary_shards else 0
+    asked = Question(
+        target.text, num_ranks, args.batch, args.length, args.memory, precision, secondary
+    )
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
 

@@ -28,6 +28,7 @@ class Question:
         length: S.
         memory_bytes: of a device; `None` if nobody asks whether it fits.
         precision: of parameters and optimizer.
+        secondary: ranks of a node, if they keep secondary shards; else 0.
     """
 
     target: str
@@ -36,6 +37,7 @@ class Question:
     length: int
     memory_bytes: int | None
     precision: Precision
+    secondary: int = 0
 
 
 def best_stage(plan: Plan, asked: Question) -> int | None:
@@ -74,6 +76,8 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
         "GB are 10⁹ bytes, of the rank that holds most, at the moment when it does. In flight are\n"
         "gathered values and messages; sent is a rank's traffic in one step.",
     ]
+    if _several_nodes(plan):
+        notes.append("Across is what leaves a rank's node, if messages take two hops.")
     if plan.traced:
         few, more = plan.traced
         notes.append(
@@ -92,13 +96,14 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
 def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
     peak = plan.forecast.peak(asked.batch)
     fixed, slope = plan.forecast.activations(asked.batch)
-    states = formula(plan.stage, asked.precision)
+    states = formula(plan.stage, asked.precision, asked.secondary)
     out: dict[str, Any] = {
         "peak_bytes": peak.total,
         **dataclasses.asdict(peak),
         "activations_per_batch": [fixed, slope],
         "states_formula": str(states.total),
         "sent_bytes": plan.sent_bytes,
+        "across_nodes_bytes": plan.across_bytes,
         "step_seconds": plan.times.step,
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(plan.times).items()},
     }
@@ -109,6 +114,8 @@ def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
 
 def _table(plan: Plan, asked: Question) -> Table:
     columns = ["stage", "params", "grads", "optim.", "activ.", "in flight", "peak", "sent", "step"]
+    several = _several_nodes(plan)
+    columns[-1:-1] = ["across"] if several else []
     columns += ["batch ≤"] if asked.memory_bytes is not None else []
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
     for column in columns:
@@ -117,17 +124,23 @@ def _table(plan: Plan, asked: Question) -> Table:
         peak = each.forecast.peak(asked.batch)
         sizes = (peak.params, peak.grads, peak.optimizer, peak.activations)
         row = [f"zero{stage}", *map(show_bytes, sizes), show_bytes(peak.gathered + peak.messages)]
-        row += [show_bytes(peak.total), show_bytes(each.sent_bytes), show_seconds(each.times.step)]
+        row += [show_bytes(peak.total), show_bytes(each.sent_bytes)]
+        row += [show_bytes(each.across_bytes)] if several else []
+        row.append(show_seconds(each.times.step))
         if asked.memory_bytes is not None:
             row.append(str(each.forecast.largest_batch(asked.memory_bytes) or "none"))
         table.add_row(*row)
     return table
 
 
+def _several_nodes(plan: Plan) -> bool:
+    return any(each.across_bytes for each in plan.stages.values())
+
+
 def _formulas(plan: Plan, asked: Question) -> str:
     lines = ["bytes in Ψ, W and the batch size B:"]
     for stage, each in sorted(plan.stages.items()):
-        states = formula(stage, asked.precision)
+        states = formula(stage, asked.precision, asked.secondary)
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"
         sent = sympy.factor(wire_formula(stage, asked.precision))

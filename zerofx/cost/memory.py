@@ -71,14 +71,16 @@ class States:
         return self.params + self.grads + self.optimizer
 
 
-def formula(stage: int, precision: Precision) -> States:
+def formula(stage: int, precision: Precision, per_node: int = 0) -> States:
     """Model states in Ψ and W, without padding.
 
-    Stage 1 holds all full gradients until backward ends, which is what the paper counts.
+    Stage 1 holds all full gradients until backward ends, which is what the paper counts. At stage 3
+    secondary shards, if the `per_node` ranks of a node keep any, count as values.
     """
     share = PSI / W
+    secondary = PSI / per_node if per_node and stage == 3 else 0
     return States(
-        precision.param * (share if stage > 2 else PSI),
+        precision.param * (share + secondary if stage > 2 else PSI),
         precision.grad * (share if stage > 1 else PSI),
         precision.optimizer * (share if stage > 0 else PSI),
     )
@@ -94,7 +96,7 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
 
     Values, gradients and, without master weights, moments have the dtype of the parameter.
     Gradients are sharded then at every stage but 0. Frozen parameters have neither gradients
-    nor optimizer state.
+    nor optimizer state. Secondary shards count as values.
     """
     params = grads = optimizer = 0
     for spec in specs:
@@ -105,7 +107,7 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
             held = spec.padded_numel
         else:
             held = spec.chunk_rows * spec.row_numel
-        params += held * spec.dtype.itemsize
+        params += held * spec.dtype.itemsize + spec.secondary_numel * spec.full_dtype.itemsize
         if spec.trainable:
             grads += own * spec.dtype.itemsize
             moments = 2 * spec.dtype.itemsize

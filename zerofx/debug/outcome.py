@@ -134,7 +134,7 @@ def outcome_of(
     return Outcome(
         Times(compute, total - compute, update),
         max(peaks, key=lambda peak: peak.total),
-        sum(map(sent_bytes, programs)),
+        sum(sent for sent, _ in map(sent_bytes, programs)),
         sum(map(_num_sending, programs)),
     )
 

@@ -16,6 +16,7 @@ from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
     KEEP,
+    KEEP_SHARD,
     REDUCE_GRAD,
     REDUCE_START,
     REDUCE_WAIT,
@@ -126,6 +127,9 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
         case op if op is KEEP:
             handle = _handle(node, 2)
             return lambda args: domain_of(handle).keep(*args)
+        case op if op is KEEP_SHARD:
+            handle = _handle(node, 2)
+            return lambda args: domain_of(handle).keep_shard(*args)
         case op if op is FREE:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).free(args[0])
@@ -150,13 +154,12 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
 
 def _bind_gather(start: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """Sizes and dtypes stand at the waits; verified programs have one for each member."""
-    reuse = program.region is Region.BACKWARD
     codes = gathering(program, start, kernels)
     handle, shards = _handle(start, 1), _places(start, 0)
     waits = waits_of(start)
     sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
-        [args[place] for place in shards], sizes, dtypes, reuse=reuse, codes=codes
+        [args[place] for place in shards], sizes, dtypes, program.region, codes
     )
 
 

@@ -45,12 +45,14 @@ class StagePlan:
         forecast: memory as a function of the batch size.
         times: of a step with the batch size that was asked for.
         sent_bytes: that a rank sends per step.
+        across_bytes: those of them that leave its node.
     """
 
     stage: int
     forecast: Forecast
     times: Times
     sent_bytes: int
+    across_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Planner:
         views: dict[int, View] = {}
         for stage in stages:
             self.say(f"running the passes of stage {stage} on {where}")
-            chosen = dataclasses.replace(config, stage=stage)
+            chosen = _at_stage(config, stage)
             programs = [each.programs(chosen, self.num_ranks) for each in rehearsals]
             fused = config.inner == "inductor"
             views[stage] = look(
@@ -188,7 +190,7 @@ class Planner:
     def _stage_plan(
         self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool
     ) -> StagePlan:
-        config = dataclasses.replace(self.config, stage=stage)
+        config = _at_stage(self.config, stage)
         laid = lay_out(params, config, self.num_ranks)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
         if grown and stage > 1:
@@ -197,7 +199,8 @@ class Planner:
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         update = update_seconds(laid, resident, self.machine.roofline)
         times = dataclasses.replace(view.times, update=update)
-        return StagePlan(stage, forecast, times, round(view.sent_bytes))
+        sent, across = round(view.sent_bytes), round(view.across_bytes)
+        return StagePlan(stage, forecast, times, sent, across)
 
 
 def resident_of(
@@ -223,6 +226,12 @@ def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roof
     shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
     moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
     return moved / roofline.bytes_per_second
+
+
+def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+    """The options at another stage, without those that only stage 3 has."""
+    secondary = config.secondary_shards and stage == 3
+    return dataclasses.replace(config, stage=stage, secondary_shards=secondary)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -32,6 +32,8 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
+from zerofx.runtime.comm import node_size_of
+from zerofx.runtime.secondary import check_nodes
 from zerofx.torch_private import fake_mode
 
 _WHOLE, _SHARDED = 1, 2
@@ -91,7 +93,7 @@ def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> 
     """Parameters as `config` lays them out on `num_ranks` ranks.
 
     Raises:
-        UnsupportedError: the replicas do not divide the ranks.
+        UnsupportedError: the replicas do not divide the ranks, or secondary shards could not serve.
     """
     whole, sharded = _layouts(config, num_ranks)
     least = max(1, config.min_shard_numel)
@@ -221,9 +223,17 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
             "choose a divisor of the world size",
         )
     shards = num_ranks // replicas if config.stage > 0 else 1
-    wire, resident = config.reduce_dtype, config.stage in (1, 2)
-    local = min(config.ranks_per_node or shards, shards)
-    nodes = shards // local if shards % local == 0 else shards
-    replicas = num_ranks // shards
-    sharded = Layout(_SHARDED, shards, replicas, resident, reduce_dtype=wire, num_nodes=nodes)
-    return Layout(_WHOLE, 1, num_ranks, False, reduce_dtype=wire), sharded
+    wire, per_node = config.reduce_dtype, config.ranks_per_node or num_ranks
+    node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)
+    check_nodes(config, shards, node_size)
+    sharded = Layout(
+        _SHARDED,
+        shards,
+        num_ranks // shards,
+        config.stage in (1, 2),
+        reduce_dtype=wire,
+        node_size=node_size,
+        secondary=config.secondary_shards,
+    )
+    whole = node_size_of(range(num_ranks), per_node)
+    return Layout(_WHOLE, 1, num_ranks, False, reduce_dtype=wire, node_size=whole), sharded

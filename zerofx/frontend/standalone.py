@@ -43,6 +43,7 @@ _NUM_ARGUMENTS: dict[Any, int] = {
     ops.REDUCE_WAIT: 2,
     ops.FREE: 2,
     ops.KEEP: 3,
+    ops.KEEP_SHARD: 3,
     ops.SYNC_BUFFERS: 2,
     ops.UNSHARD: 4,
     ops.REDUCE_GRAD: 3,
@@ -180,7 +181,7 @@ class _PlainGraph:
             return plain_ops.unshard_wait, (start, member, *args[3:])
         if target is ops.SYNC_BUFFERS:
             return plain_ops.sync_buffers, (args[0],)
-        return plain_ops.keep if target is ops.KEEP else plain_ops.free, (args[0],)
+        return plain_ops.free if target is ops.FREE else plain_ops.keep, (args[0],)
 
     def _layout(self, handle: Any) -> fx.Node:
         if handle not in self._layouts:

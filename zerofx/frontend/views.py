@@ -50,6 +50,7 @@ class View:
         lasting: inputs and results of the model: bytes at batch size 0, and per sample.
         times: at the batch size that was asked for.
         sent_bytes: that a rank sends per step.
+        across_bytes: those of them that leave its node.
     """
 
     forward: Line
@@ -57,6 +58,7 @@ class View:
     lasting: tuple[float, float]
     times: Times
     sent_bytes: float
+    across_bytes: float
 
 
 def look(
@@ -90,7 +92,7 @@ def look(
         line_through(backward, batch, backward2, batch + 1),
         (lasting - batch * slope, slope),
         times,
-        sent_bytes(one),
+        *sent_bytes(one),
     )
 
 
@@ -117,21 +119,24 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
             grown(few.times.exposed, more.times.exposed),
         ),
         grown(few.sent_bytes, more.sent_bytes),
+        grown(few.across_bytes, more.across_bytes),
     )
 
 
-def sent_bytes(programs: Programs) -> int:
-    """Bytes that a rank sends in a step: gathers, and reductions; kept values are not sent again.
+def sent_bytes(programs: Programs) -> tuple[int, int]:
+    """Bytes that a rank sends in a step, and those of them that leave its node.
 
+    Gathers, and reductions; kept values are not sent again.
     A resident copy is gathered once a step, although forward and backward both ask for it.
     """
     already = gathered_before(programs)
-    return sum(
-        facts(start).wire_bytes
+    sent = [
+        (facts(start).wire_bytes, program.bytes_across_nodes(start))
         for program in programs
         for start in program.calls(UNSHARD_START, REDUCE_START)
         if start not in already
-    )
+    ]
+    return sum(total for total, _ in sent), sum(across for _, across in sent)
 
 
 def gathered_before(programs: Programs) -> set[fx.Node]:

@@ -13,6 +13,9 @@ from torch import fx
 
 from zerofx.ir.spec import Tier
 
+NODE = "node"
+"""The axis of the ranks that share a node; others are named by the layout."""
+
 _KEY = "zerofx"
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
 
@@ -42,7 +45,7 @@ class Facts:
         param: name of the parameter or buffer it concerns.
         module: path of the module whose forward made it.
         layout: printed name of the parameter's layout.
-        axis: mesh axis that its bytes cross.
+        axis: mesh axis that its bytes cross; `NODE` for a gather from secondary shards.
         bucket: name of the bucket it belongs to.
         members: of a collective, the parameters that it moves, in order; `param` is then empty
             unless there is only one.

@@ -11,6 +11,8 @@ Passes replace them by program nodes, which only a program holds:
 * `unshard_start(shards, layout, codec)` → `unshard_wait(pending, shard, size, dtype)` →
   `free(full, layout)`;
 * `keep(full, shard, layout)` instead of `free`: the next backward may use the value;
+* `keep_shard(full, shard, layout)` before either: this rank keeps its secondary shard of the value
+  (hpZ), from which gathers inside the node are served until the parameter changes;
 * `reduce_start(grads, shards, layout, codecs)` → `reduce_wait(pending, shard)`;
 * `sync_buffers(buffers, layout)`: rank 0's values, in place.
 
@@ -50,6 +52,7 @@ for _schema in (
     "unshard_wait(Tensor pending, Tensor shard, SymInt[] size, ScalarType? dtype=None) -> Tensor",
     "free(Tensor full, int layout) -> ()",
     "keep(Tensor full, Tensor shard, int layout) -> ()",
+    "keep_shard(Tensor full, Tensor shard, int layout) -> ()",
     "reduce_start(Tensor[] grads, Tensor[] shards, int layout, str[]? codecs=None) -> Tensor",
     "reduce_wait(Tensor pending, Tensor shard) -> Tensor",
     "sync_buffers(Tensor[] buffers, int layout) -> ()",
@@ -63,13 +66,23 @@ UNSHARD_START = _ops.unshard_start.default
 UNSHARD_WAIT = _ops.unshard_wait.default
 FREE = _ops.free.default
 KEEP = _ops.keep.default
+KEEP_SHARD = _ops.keep_shard.default
 REDUCE_START = _ops.reduce_start.default
 REDUCE_WAIT = _ops.reduce_wait.default
 SYNC_BUFFERS = _ops.sync_buffers.default
 
 _WAITS = (UNSHARD_WAIT, REDUCE_WAIT)
 PROGRAM_OPS = frozenset(
-    (UNSHARD_START, UNSHARD_WAIT, FREE, KEEP, REDUCE_START, REDUCE_WAIT, SYNC_BUFFERS)
+    (
+        UNSHARD_START,
+        UNSHARD_WAIT,
+        FREE,
+        KEEP,
+        KEEP_SHARD,
+        REDUCE_START,
+        REDUCE_WAIT,
+        SYNC_BUFFERS,
+    )
 )
 """Nodes at which a program is cut into compute segments."""
 
@@ -151,6 +164,11 @@ def _(full: Tensor, layout: int) -> None:
 
 
 @_fake("zerofx::keep")
+def _(full: Tensor, shard: Tensor, layout: int) -> None:
+    return None
+
+
+@_fake("zerofx::keep_shard")
 def _(full: Tensor, shard: Tensor, layout: int) -> None:
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.facts import Role, facts
+from zerofx.ir.facts import NODE, Role, facts
 from zerofx.ir.spec import ParamSpec, Region
 
 
@@ -61,6 +61,15 @@ class Program:
     def spec(self, node: fx.Node) -> ParamSpec | None:
         """The parameter that `node` concerns."""
         return self.params.get(facts(node).param)
+
+    def bytes_across_nodes(self, start: fx.Node) -> int:
+        """Of the bytes that a rank sends in a collective, those that leave its node."""
+        record = facts(start)
+        spec = next((self.params[name] for name in record.members if name in self.params), None)
+        if spec is None or record.axis == NODE:
+            return 0
+        reduces = ops.is_call(start, ops.REDUCE_START)
+        return spec.layout.sent_across(record.wire_bytes, reduces=reduces)
 
     def full_bytes(self, *nodes: fx.Node) -> int:
         """Bytes of full values, in the dtypes that their nodes have.

@@ -13,6 +13,7 @@ from zerofx.ir import ops
 from zerofx.ir.case import Case, Offence, gradients_by_input
 from zerofx.ir.code_rules import codes_as_stated
 from zerofx.ir.facts import Role, facts
+from zerofx.ir.node_rules import inside_the_node
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
 
@@ -23,6 +24,7 @@ _SHARD_ARGUMENT = {
     ops.UNSHARD: 0,
     ops.UNSHARD_WAIT: 1,
     ops.KEEP: 1,
+    ops.KEEP_SHARD: 1,
     ops.REDUCE_GRAD: 1,
     ops.REDUCE_WAIT: 1,
 }
@@ -256,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     Rule("freed_once", freed_once, _ENABLE),
     Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),
     Rule("only_gathered_freed", only_gathered_freed, "free only what unshard_wait returned"),
+    Rule("inside_the_node", inside_the_node, "run add_secondary_shards on forward and backward"),
     Rule("nothing_full_saved", nothing_full_saved, "recompute it in backward from the shard"),
     Rule("nothing_full_returned", nothing_full_returned, _ENABLE),
     Rule("one_reduction", one_reduction, _ENABLE),

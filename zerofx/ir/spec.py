@@ -42,7 +42,9 @@ class Layout:
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
-        num_nodes: nodes that the shard axis spans, with equally many neighbouring ranks on each.
+        node_size: neighbours along the shard axis that share a node, equally many on each node; of
+            replicated parameters, along the axis of replicas.
+        secondary: the ranks of a node keep a second shard each of gathered values (hpZ).
     """
 
     handle: int
@@ -52,7 +54,13 @@ class Layout:
     shard_axis: str = "shard"
     replica_axis: str = "replicate"
     reduce_dtype: torch.dtype | None = None
-    num_nodes: int = 1
+    node_size: int = 1
+    secondary: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the shard axis spans."""
+        return max(1, self.num_shards // self.node_size)
 
     @property
     def sharded(self) -> bool:
@@ -64,13 +72,26 @@ class Layout:
         """Whether full values exist for a moment only: gathered, then freed."""
         return self.sharded and not self.resident
 
+    def sent_across(self, sent_bytes: int, *, reduces: bool) -> int:
+        """Of the bytes that a rank sends in a collective, those that leave its node, in two hops.
+
+        In chunks of `1 / num_shards`: a gather or a reduce-scatter sends `num_shards - 1`, one of
+        them to each other node. Replicas of shards are taken to lie on other nodes.
+        """
+        if not self.sharded:
+            return 0 if self.node_size == self.num_replicas else sent_bytes
+        repeated = 2 * (self.num_replicas - 1) / self.num_replicas if reduces else 0
+        across = self.num_shards // self.node_size - 1 + repeated
+        return round(sent_bytes * across / (self.num_shards - 1 + repeated))
+
     @property
     def name(self) -> str:
-        """What the printer shows: `shard4`, `shard2x2.resident`, `replicate4`."""
+        """What the printer shows: `shard4`, `shard2x2.resident`, `shard4.node2`, `replicate4`."""
         if not self.sharded:
             return f"replicate{self.num_replicas}"
         replicas = f"x{self.num_replicas}" if self.num_replicas > 1 else ""
-        return f"shard{self.num_shards}{replicas}" + (".resident" if self.resident else "")
+        more = f".node{self.node_size}" if self.secondary else ".resident" if self.resident else ""
+        return f"shard{self.num_shards}{replicas}{more}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +148,11 @@ class ParamSpec:
         if not self.layout.sharded:
             return self.numel
         return self.chunk_rows * self.layout.num_shards * self.row_numel
+
+    @property
+    def secondary_numel(self) -> int:
+        """Elements of a rank's secondary shard, which has no padding but at the very end."""
+        return -(-self.numel // self.layout.node_size) if self.layout.secondary else 0
 
     @property
     def full_bytes(self) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.facts import Facts, Role, facts
+from zerofx.ir.facts import NODE, Facts, Role, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import owned_source
@@ -44,6 +44,7 @@ _LAYOUT_ARGUMENT = {
     ops.REDUCE_START: 2,
     ops.FREE: 1,
     ops.KEEP: 2,
+    ops.KEEP_SHARD: 2,
     ops.SYNC_BUFFERS: 1,
 }
 _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
@@ -236,6 +237,7 @@ def _notes(record: Facts, name: str, shows_layout: bool) -> str:
     shown = {
         "param": "" if record.param and record.param in name else record.param,
         "layout": record.layout if shows_layout else "",
+        "axis": record.axis if record.axis == NODE else "",
         "wire": f"{record.wire_bytes}B" if record.wire_bytes else "",
         "scales": f"{record.scale_bytes}B" if record.scale_bytes else "",
         "exact": f'"{record.exact}"' if record.exact else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zerofx.config import Stage, ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.ir.parcels import Codec
+from zerofx.passes.add_secondary_shards import AddSecondaryShards
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.cast_before_gather import CastBeforeGather
@@ -121,6 +122,8 @@ def pipeline(
     if config.broadcast_buffers:
         listed += (SyncBuffers(layout=buffers_layout),)
     listed += _lossy(config) + _optional(config, most_bytes)
+    if config.secondary_shards:
+        listed += (AddSecondaryShards(),)
     listed = change_pipeline(listed, [as_change(each) for each in config.passes])
     names = [each.name for each in listed]
     for name in config.disable:

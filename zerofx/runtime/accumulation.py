@@ -1,25 +1,38 @@
-"""When gradients are exchanged: after each backward, or once for several (stages 0 and 1)."""
+"""When gradients are exchanged: after each backward, or once for several."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from zerofx.errors import UnreducedGradientError
 from zerofx.runtime.params import ParamState
+from zerofx.runtime.pending import Pending
 from zerofx.torch_private import backward_id, call_after_backward
+
+Held = Literal["gradients", "means", "nothing"]
+"""Full gradients (stages 0 and 1); means over the shard axis, which replicas have not shared yet
+(stages 2 and 3 on a hybrid mesh); nothing (stages 2 and 3)."""
 
 
 class Accumulation:
     """Counts backwards, and says which of them hold gradients back.
 
+    Attributes:
+        held: what a backward that is not the last of its step holds back.
+        begun: whether there ever was a backward.
+
     Args:
-        sharded_gradients: stages 2 and 3; gradients are exchanged every time.
+        held: see there.
         per_step: backwards per optimizer step.
     """
 
-    def __init__(self, sharded_gradients: bool, per_step: int) -> None:
-        self._sharded_gradients = sharded_gradients
+    def __init__(self, held: Held, per_step: int) -> None:
+        self.held: Held = held
         self._per_step = per_step
         self._no_sync_depth = 0
         self._since_exchange = 0
@@ -35,10 +48,15 @@ class Accumulation:
         finally:
             self._no_sync_depth -= 1
 
-    def holds_back(self) -> bool:
-        """Whether the backward under way adds to local sums instead of exchanging gradients."""
-        if self._sharded_gradients:
-            return False
+    def holds_back(self, what: Held) -> bool:
+        """Whether the backward under way adds `what` to local sums instead of exchanging it."""
+        return what == self.held and self._unfinished()
+
+    def continues(self) -> bool:
+        """Whether a backward has ended that was not the last of its step."""
+        return self._since_exchange > (self._backward != -1)
+
+    def _unfinished(self) -> bool:
         return self._no_sync_depth > 0 or self._since_exchange < self._per_step
 
     def enter(self, states: Sequence[ParamState], leave: Callable[[], None]) -> None:
@@ -60,10 +78,10 @@ class Accumulation:
             Whether gradients were exchanged.
         """
         self._backward = -1
-        exchanged = not self.holds_back()
-        if exchanged:
+        unfinished = self._unfinished()
+        if not unfinished:
             self._since_exchange = 0
-        return exchanged
+        return not unfinished or self.held == "nothing"
 
     def stepped(self) -> None:
         """The optimizer used the gradients: the next backward is the first of its step."""
@@ -101,3 +119,19 @@ class Accumulation:
             state.drop_cleared()
         if held and all(state.pending_grad is None for state in held):
             self._since_exchange = 0
+
+
+def hold(
+    grads: Sequence[Tensor], states: Sequence[ParamState | None], like: Sequence[Tensor]
+) -> Pending:
+    """Add to local sums; zeros stand for the results until they are exchanged."""
+    for state, grad in zip(states, grads, strict=True):
+        if state is not None:
+            state.add_pending(grad)
+    return Pending([torch.zeros_like(result) for result in like])
+
+
+def with_held(grad: Tensor, state: ParamState | None) -> Tensor:
+    """The gradient plus what earlier backwards held back."""
+    held = state.take_pending() if state is not None else None
+    return grad if held is None else held.add_(grad)

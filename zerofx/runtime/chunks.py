@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,3 +38,15 @@ def padded_chunk(shard: Tensor, out: Tensor, rank: int, numel: int) -> Tensor:
     own[: flat.numel()].copy_(flat)
     own[flat.numel() :].zero_()
     return own
+
+
+def row_numel(size: Sequence[int]) -> int:
+    """Elements of one row of a value of this shape."""
+    return math.prod(size[1:])
+
+
+def row_splits(grad: Tensor, num_ranks: int) -> list[int]:
+    """Elements of `grad` that each rank owns."""
+    row, chunk = row_numel(grad.shape), -(-grad.shape[0] // num_ranks)
+    edges = [min(i * chunk, grad.shape[0]) for i in range(num_ranks + 1)]
+    return [(stop - start) * row for start, stop in itertools.pairwise(edges)]

@@ -75,13 +75,13 @@ def make_comm(group: dist.ProcessGroup, device: torch.device, ranks_per_node: in
     """
     backend = backend_of(group, device)
     ranks = tuple(dist.get_process_group_ranks(group))
-    node_size = _node_size(ranks, ranks_per_node)
+    node_size = node_size_of(ranks, ranks_per_node)
     algorithms = algorithms_for(backend, device.type, len(ranks), node_size)
     return Comm(group, backend, dist.get_rank(group), ranks, algorithms, node_size)
 
 
-def _node_size(ranks: Sequence[int], ranks_per_node: int) -> int:
-    """Ranks of each node, if all nodes have the same number; else 1."""
+def node_size_of(ranks: Sequence[int], ranks_per_node: int) -> int:
+    """How many of `ranks` share a node, if it is the same number on all nodes; else 1."""
     nodes = [rank // ranks_per_node for rank in ranks]
     counts = {len(list(same)) for _, same in itertools.groupby(nodes)}
     return counts.pop() if len(counts) == 1 else 1

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from zerofx.ir.spec import Layout
+from zerofx.ir.spec import Layout, Region
 from zerofx.runtime import collectives
-from zerofx.runtime.chunks import padded_chunk
+from zerofx.runtime.accumulation import hold, with_held
+from zerofx.runtime.chunks import padded_chunk, row_numel, row_splits
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.quantized import Gathering, Reducing, gather_codes, reduce_codes
+from zerofx.runtime.replicas import replica_mean
+from zerofx.runtime.rounds import GatherRound
+from zerofx.runtime.secondary import SecondaryShards
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -30,15 +34,22 @@ class Domain:
         session: the sharded model they belong to.
         shard_comm: axis that gathers and reduce-scatters; `None` for replicated parameters.
         replica_comm: axis that all-reduces; `None` without replicas.
+        secondary: second shards on the ranks of `node_comm`, if there is one.
     """
 
     def __init__(
-        self, layout: Layout, session: Session, shard_comm: Comm | None, replica_comm: Comm | None
+        self,
+        layout: Layout,
+        session: Session,
+        shard_comm: Comm | None,
+        replica_comm: Comm | None,
+        node_comm: Comm | None = None,
     ) -> None:
         self.layout = layout
         self.session = session
         self.shard_comm = shard_comm
         self.replica_comm = replica_comm
+        self.secondary = None if node_comm is None else SecondaryShards(node_comm)
         self._by_storage: dict[int, ParamState] = {}
         open_handle(layout.handle, self)
 
@@ -73,21 +84,21 @@ class Domain:
         shards: Sequence[Tensor],
         sizes: Sequence[Sequence[int]],
         dtypes: Sequence[torch.dtype | None],
-        *,
-        reuse: bool = False,
+        region: Region = Region.INFERENCE,
         codes: Callable[[Sequence[int]], Gathering] | None = None,
     ) -> Pending:
         """Start making full values available; each value is 1-D and padded.
 
         A replicated parameter is its own full value. A resident one is gathered in place, and
-        only if its shard changed since the last time; so is one that forward kept, if `reuse`.
+        only if its shard changed since the last time. A backward takes what forward kept; it, and
+        the forward of a later micro-batch, gather inside the node where secondary shards are.
 
         Args:
             shards: this rank's.
             sizes: global shapes.
             dtypes: of the full values, by default those of the shards, which are cast before they
                 travel.
-            reuse: take what forward kept.
+            region: of the program that asks.
             codes: kernels for the members at given places, if they travel as codes.
         """
         comm = self.shard_comm
@@ -95,66 +106,89 @@ class Domain:
         if comm is None:
             return Pending([shard.to(dtype) for shard, dtype in zip(shards, wanted, strict=True)])
         outs: list[Tensor] = []
-        moved: list[tuple[Tensor, Tensor]] = []
+        everywhere = GatherRound(comm, "all_gather")
+        inside = GatherRound(self.secondary.comm if self.secondary else comm, "gather_in_node")
         places: list[int] = []
-        names: list[str] = []
         refreshed: list[ParamState] = []
         for shard, size, dtype in zip(shards, sizes, wanted, strict=True):
             state = self.find(shard)
-            numel = -(-size[0] // comm.size) * _row_numel(size)
-            out = self._current(state, dtype, reuse)
+            out = self._current(state, dtype, region)
             if out is None:
-                if state is not None and state.buffer is not None and self.layout.resident:
-                    out = state.buffer
+                out = self._landing(state, shard, size, dtype)
+                second = self._secondary_shard(state, dtype, region)
+                if second is not None:
+                    out = out[: second.numel() * inside.comm.size]
+                    inside.add(_name(state), out, second)
+                else:
+                    chunk = self._chunk(state, shard, out, at_rest=codes is not None)
+                    everywhere.add(_name(state), out, chunk)
+                    places.append(len(outs))
+                if state is not None and self.layout.resident:
                     refreshed.append(state)
-                else:
-                    out = self.session.pool.take(numel * comm.size, dtype, shard.device)
-                names.append(_name(state))
-                places.append(len(outs))
-                # Codes are made of the shard as it is at rest.
-                near = out if codes is None else shard
-                if state is not None:
-                    chunk = state.chunk(shard, near)
-                elif codes is None:
-                    chunk = padded_chunk(shard, out, comm.rank, numel)
-                else:
-                    chunk = padded_chunk(shard, shard.new_empty(numel), 0, numel)
-                moved.append((out, chunk))
             outs.append(out)
-        if not moved:
-            return Pending(outs)
-        what = ", ".join(names)
-        tag = self.session.journal.record("all_gather", what)
-        into, chunks = [out for out, _ in moved], [chunk for _, chunk in moved]
-        if codes is not None:
-            pool = self.session.pool
-            return gather_codes(codes(places), into, chunks, comm, tag, pool).then(lambda _: outs)
-        pending = collectives.all_gather(into, chunks, comm, tag)
+        if codes is not None and places:
+            everywhere.codes = functools.partial(
+                gather_codes, codes(places), pool=self.session.pool
+            )
 
-        def finish(gathered: list[Tensor]) -> list[Tensor]:
+        def finish(_: list[Tensor]) -> list[Tensor]:
             for state in refreshed:
                 state.mark_current()
             return outs
 
-        return pending.then(finish)
+        pending = Pending(outs)
+        for each in (everywhere, inside):
+            pending = each.start_after(pending, self.session.journal)
+        return pending if pending.done else pending.then(finish)
 
-    def _current(self, state: ParamState | None, dtype: torch.dtype, reuse: bool) -> Tensor | None:
+    def _landing(
+        self, state: ParamState | None, shard: Tensor, size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Memory for a padded full value, 1-D: the resident copy, or a slot of the pool."""
+        if state is not None and state.buffer is not None and self.layout.resident:
+            return state.buffer
+        numel = self.layout.num_shards * -(-size[0] // self.layout.num_shards) * row_numel(size)
+        return self.session.pool.take(numel, dtype, shard.device)
+
+    def _chunk(
+        self, state: ParamState | None, shard: Tensor, out: Tensor, *, at_rest: bool
+    ) -> Tensor:
+        """What this rank has of a value, padded: in its place in `out`, or as it is at rest."""
+        if state is not None:
+            return state.chunk(shard, shard if at_rest else out)
+        numel = out.numel() // self.layout.num_shards
+        if at_rest:
+            return padded_chunk(shard, shard.new_empty(numel), 0, numel)
+        return padded_chunk(shard, out, self.shard_rank, numel)
+
+    def _current(
+        self, state: ParamState | None, dtype: torch.dtype, region: Region
+    ) -> Tensor | None:
         """The full value of a parameter, if this rank has it already."""
         if state is None:
             return None
         if self.layout.resident:
             return None if state.is_stale() else state.buffer
-        if not reuse:
+        if region is not Region.BACKWARD:
             self.session.kept.drop(state)
             return None
         return self.session.kept.take(state, dtype)
+
+    def _secondary_shard(
+        self, state: ParamState | None, dtype: torch.dtype, region: Region
+    ) -> Tensor | None:
+        """This rank's secondary shard, if the value may be gathered inside the node."""
+        if state is None or self.secondary is None:
+            return None
+        later = region is Region.FORWARD and self.session.accumulation.continues()
+        return self.secondary.take(state, dtype) if later or region is Region.BACKWARD else None
 
     def unshard_wait(self, pending: Pending, member: int, size: Sequence[int]) -> Tensor:
         """The full value of a member: a view of the gathered buffer with the true shape."""
         flat = self.session.wait(pending)[member]
         if self.shard_comm is None:
             return flat
-        return flat[: size[0] * _row_numel(size)].view(tuple(size))
+        return flat[: size[0] * row_numel(size)].view(tuple(size))
 
     def free(self, full: Tensor) -> None:
         """Give the memory of a full value back to the pool."""
@@ -168,13 +202,20 @@ class Domain:
         else:
             self.free(full)
 
+    def keep_shard(self, full: Tensor, shard: Tensor) -> None:
+        """Keep this rank's secondary shard of a full value."""
+        state = self.find(shard)
+        if state is not None and self.secondary is not None and not self.session.is_average():
+            self.secondary.put(state, full)
+
     def reduce_start(
         self, grads: Sequence[Tensor], shards: Sequence[Tensor], codes: Reducing | None = None
     ) -> Pending:
         """Start the mean of full gradients over all data-parallel ranks.
 
-        With synchronisation off (stages 0 and 1) gradients are added to local sums, and the
-        results are zero. Gradients are summed and travel in the layout's `reduce_dtype`.
+        With synchronisation off gradients are added to local sums, and the results are zero: full
+        ones at stages 0 and 1, on a hybrid mesh those that the shard axis has averaged. They are
+        summed and travel in the layout's `reduce_dtype`.
 
         Args:
             grads: this rank's.
@@ -184,23 +225,25 @@ class Domain:
         grads = [grad.detach().to(self.layout.reduce_dtype or grad.dtype) for grad in grads]
         states = [self.find(shard) for shard in shards]
         self.session.enter_backward()
-        if self.session.holds_gradients_back():
-            for state, grad in zip(states, grads, strict=True):
-                if state is not None:
-                    state.add_pending(grad)
-            return Pending([torch.zeros_like(shard) for shard in shards])
-        summed = [_with_held(grad, state) for grad, state in zip(grads, states, strict=True)]
-        return self.start_mean(summed, [_name(state) for state in states], codes)
+        accumulation = self.session.accumulation
+        if accumulation.holds_back("gradients"):
+            return hold(grads, states, shards)
+        if accumulation.held == "gradients":
+            grads = [with_held(grad, state) for grad, state in zip(grads, states, strict=True)]
+        return self.start_mean(grads, states, codes)
 
     def start_mean(
-        self, grads: Sequence[Tensor], names: Sequence[str], codes: Reducing | None = None
+        self,
+        grads: Sequence[Tensor],
+        states: Sequence[ParamState | None],
+        codes: Reducing | None = None,
     ) -> Pending:
         """Start reduce-scatter, or all-reduce for replicated parameters."""
-        comm, what = self.shard_comm, ", ".join(names)
+        comm, what = self.shard_comm, ", ".join(map(_name, states))
         if comm is None:
-            return self._replica_mean(grads, what)
+            return self._across(grads, states)
         tag = self.session.journal.record("reduce_scatter", what)
-        splits = [_row_splits(grad, comm.size) for grad in grads]
+        splits = [row_splits(grad, comm.size) for grad in grads]
         flat = [grad.contiguous().reshape(-1) for grad in grads]
         if codes is not None:
             owned = [split[comm.rank] for split in splits]
@@ -214,39 +257,29 @@ class Domain:
             # The hop inside the node is short; the one between nodes overlaps with what follows.
             self.session.advance(pending)
         if self.replica_comm is not None:
-            pending.then(lambda scattered: self._replica_mean(scattered, what))
+            pending.then(lambda scattered: self._across(scattered, states))
         return pending
 
+    def start_held(self, sums: Sequence[Tensor], states: Sequence[ParamState]) -> Pending:
+        """Exchange what earlier backwards held back."""
+        if self.session.accumulation.held == "means":
+            return self._replica_mean(sums, ", ".join(map(_name, states)))
+        return self.start_mean(sums, states)
+
+    def _across(self, means: Sequence[Tensor], states: Sequence[ParamState | None]) -> Pending:
+        """The mean over replicas of means over the shard axis; as in MiCS, once a step."""
+        accumulation = self.session.accumulation
+        if accumulation.holds_back("means"):
+            return hold(means, states, means)
+        if accumulation.held == "means":
+            means = [with_held(mean, state) for mean, state in zip(means, states, strict=True)]
+        return self._replica_mean(means, ", ".join(map(_name, states)))
+
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
-        comm, size = self.replica_comm, sum(grad.nbytes for grad in grads)
-        if comm is None or not size:
+        comm, session = self.replica_comm, self.session
+        if comm is None or not any(grad.nbytes for grad in grads):
             return Pending(list(grads))
-        same = all(grad.dtype is grads[0].dtype for grad in grads)
-        if grads[0].dtype.itemsize < 4 and same and size > comm.algorithms.pack_bytes:
-            return self._mean_by_parts(grads, comm, what)
-        self.session.journal.record("all_reduce", what)
-        return collectives.all_reduce_mean(grads, comm)
-
-    def _mean_by_parts(self, grads: Sequence[Tensor], comm: Comm, what: str) -> Pending:
-        """Reduce-scatter and all-gather: 16-bit gradients travel as such and are added in fp32."""
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        splits = _row_splits(flat, comm.size)
-        chunk = max(splits)
-        journal, memory = self.session.journal, self.session.recycler
-        tag = journal.record("reduce_scatter", what)
-
-        def gather(scattered: list[Tensor]) -> Pending:
-            whole = flat.new_empty(comm.size * chunk)
-            own = padded_chunk(scattered[0], whole, comm.rank, chunk)
-            tag = journal.record("all_gather", what)
-            return collectives.all_gather([whole], [own], comm, tag).then(split)
-
-        def split(gathered: list[Tensor]) -> list[Tensor]:
-            pieces = gathered[0][: flat.numel()].split([grad.numel() for grad in grads])
-            return [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)]
-
-        mean = collectives.reduce_scatter_mean([flat], [splits], comm, tag, memory)
-        return mean.then(gather)
+        return replica_mean(grads, comm, what, session.journal, session.recycler)
 
     def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
         """This rank's part of a member's mean gradient, with shape and dtype of `shard`."""
@@ -257,25 +290,5 @@ class Domain:
         self.session.sync_buffers(buffers)
 
 
-def _row_numel(size: Sequence[int] | torch.Size) -> int:
-    out = 1
-    for extent in size[1:]:
-        out *= extent
-    return out
-
-
 def _name(state: ParamState | None) -> str:
     return state.spec.name if state else "a tensor outside the model"
-
-
-def _with_held(grad: Tensor, state: ParamState | None) -> Tensor:
-    """The gradient plus what earlier backwards held back."""
-    held = state.take_pending() if state is not None else None
-    return grad if held is None else held.add_(grad)
-
-
-def _row_splits(grad: Tensor, num_ranks: int) -> list[int]:
-    """Elements of `grad` that each rank owns."""
-    row, chunk = _row_numel(grad.shape), -(-grad.shape[0] // num_ranks)
-    edges = [min(i * chunk, grad.shape[0]) for i in range(num_ranks + 1)]
-    return [(stop - start) * row for start, stop in itertools.pairwise(edges)]

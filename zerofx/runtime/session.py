@@ -12,15 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 import zerofx.runtime.dtensor_rules  # noqa: F401 (registers them)
 from zerofx.config import ZeroConfig
-from zerofx.errors import UnsupportedError
 from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
-from zerofx.runtime.accumulation import Accumulation
+from zerofx.runtime.accumulation import Accumulation, Held
+from zerofx.runtime.axes import Axes, make_axes, make_mesh
 from zerofx.runtime.buffers import BufferPool, Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
@@ -53,6 +52,8 @@ class Session:
         journal: the collectives issued so far.
         scales_losses: something is computed in fp16, for which users scale losses.
         network: how ranks lie, and what their collectives cost.
+        axes: of the mesh, as this rank sees them.
+        accumulation: which backwards hold gradients back.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Session:
         self.config = config
         self.scales_losses = torch.float16 in (config.param_dtype, config.reduce_dtype)
         self.device = device
-        self.mesh = _mesh(config, device) if copied is None else copied.mesh
+        self.mesh = make_mesh(config, device) if copied is None else copied.mesh
         self.states: list[ParamState] = []
         self._root: weakref.ref[nn.Module] | None = None
         self.pool = BufferPool()
@@ -88,9 +89,10 @@ class Session:
             network = copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
         self.network = network or agree_on_network(self.journal, config, self.mesh, device)
-        self._world = self._world_comm()
+        node = copied.axes.node if copied is not None else None
+        self.axes = make_axes(config, self.mesh, self.network, device, node)
         self.sharded, self.replicated = self._domains()
-        self._accumulation = Accumulation(config.stage > 1, config.accumulate)
+        self.accumulation = Accumulation(_held_back(config, self.axes), config.accumulate)
         self._buffer_versions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,7 +110,7 @@ class Session:
     @property
     def world(self) -> Comm:
         """All ranks of the mesh."""
-        return self._world
+        return self.axes.world
 
     def root(self) -> nn.Module | None:
         """The model that was sharded, while it lives."""
@@ -143,11 +145,7 @@ class Session:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
-        return self._accumulation.no_sync()
-
-    def holds_gradients_back(self) -> bool:
-        """Whether the backward under way adds to local sums instead of exchanging gradients."""
-        return self._accumulation.holds_back()
+        return self.accumulation.no_sync()
 
     def is_average(self) -> bool:
         """Whether this is a copy that nobody trains: an average of weights, a target network.
@@ -155,24 +153,30 @@ class Session:
         Such copies are updated by other means than an optimizer, and torch's `_foreach_` functions
         (`AveragedModel` uses them) leave no trace on a `DTensor`.
         """
-        return self._is_copy and not self._accumulation.begun
+        return self._is_copy and not self.accumulation.begun
 
     def enter_backward(self) -> None:
         """Called by every reduction; the first one of a backward pass opens it."""
-        self._accumulation.enter(self.states, self._leave_backward)
+        self.accumulation.enter(self.states, self._leave_backward)
 
     def optimizer_stepped(self, params: Iterable[Tensor]) -> None:
         """An optimizer updated `params`: resident copies of them are out of date."""
         stepped = {id(param) for param in params}
         for state in self.states:
             if id(state.param) in stepped:
-                state.dirty = True
-                self.kept.drop(state)
-                self._accumulation.stepped()
+                self.forget(state)
+                self.accumulation.stepped()
+
+    def forget(self, state: ParamState) -> None:
+        """The shard of `state` changed: every other copy of it is out of date."""
+        state.dirty = True
+        self.kept.drop(state)
+        if state.domain.secondary is not None:
+            state.domain.secondary.drop(state)
 
     def refuse_pending(self, params: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back."""
-        self._accumulation.refuse_pending(self.states, map(id, params))
+        self.accumulation.refuse_pending(self.states, map(id, params))
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Give `buffers` rank 0's values, if any changed since the last time.
@@ -192,7 +196,7 @@ class Session:
         self._buffer_versions.update((buffer, _mark(buffer)) for buffer in buffers)
 
     def _leave_backward(self) -> None:
-        if self._accumulation.leave():
+        if self.accumulation.leave():
             self._flush_pending()
             if self.scales_losses:
                 self._share_overflow()
@@ -222,7 +226,7 @@ class Session:
             ]
             if not held:
                 continue
-            pending = domain.start_mean([t for _, t in held], [s.spec.name for s, _ in held])
+            pending = domain.start_held([total for _, total in held], [state for state, _ in held])
             for member, (state, _) in enumerate(held):
                 reduced = domain.reduce_wait(pending, member, state.shard)
                 assert state.param.grad is not None
@@ -234,26 +238,8 @@ class Session:
         else:
             work.wait()
 
-    def _world_comm(self) -> Comm:
-        if self.mesh.ndim == 1:
-            return self.network.comm(self.mesh.get_group(), self.device)
-        if self.mesh.size() != dist.get_world_size():
-            raise UnsupportedError(
-                f"a 2-D mesh of {self.mesh.size()} ranks inside a world of {dist.get_world_size()}",
-                "use a mesh over all ranks",
-            )
-        group = dist.group.WORLD
-        assert group is not None
-        return self.network.comm(group, self.device)
-
-    def _axis_comms(self) -> tuple[Comm, Comm | None]:
-        """The axes that shard and that replicate."""
-        axes = reversed(range(self.mesh.ndim))
-        shard, *rest = (self.network.comm(self.mesh.get_group(axis), self.device) for axis in axes)
-        return shard, rest[0] if rest else None
-
     def _domains(self) -> tuple[Domain, Domain]:
-        shard, replica = self._axis_comms()
+        shard, node = self.axes.shard, self.axes.node
         stage, num_ranks = self.config.stage, self.world.size
         num_shards = shard.size if stage > 0 else 1
         wire = self.config.reduce_dtype
@@ -263,12 +249,20 @@ class Session:
             num_ranks // num_shards,
             stage in (1, 2),
             reduce_dtype=wire,
-            num_nodes=shard.num_nodes if num_shards > 1 else 1,
+            node_size=(shard if num_shards > 1 else self.world).node_size,
+            secondary=node is not None,
         )
-        whole = Layout(new_handle(), 1, num_ranks, False, reduce_dtype=wire)
+        whole = Layout(
+            new_handle(),
+            1,
+            num_ranks,
+            False,
+            reduce_dtype=wire,
+            node_size=self.world.node_size,
+        )
         everyone = self.world if num_ranks > 1 else None
         return (
-            Domain(sharded, self, shard if num_shards > 1 else None, replica),
+            Domain(sharded, self, shard if num_shards > 1 else None, self.axes.replica, node),
             Domain(whole, self, None, everyone),
         )
 
@@ -277,24 +271,7 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
     return buffer._version, buffer.data_ptr()
 
 
-def _mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
-    if not dist.is_available() or not dist.is_initialized():
-        raise UnsupportedError(
-            "there is no default process group",
-            "call torch.distributed.init_process_group() before the first forward "
-            "(under torchrun it needs no arguments)",
-        )
-    if dist.get_backend() == "mpi":
-        raise UnsupportedError("the MPI backend is not supported", 'use "nccl" or "gloo"')
-    if config.mesh is not None:
-        return config.mesh
-    num_ranks = dist.get_world_size()
-    if num_ranks % config.replicate:
-        raise UnsupportedError(
-            f"{num_ranks} ranks cannot form replicate={config.replicate} equal groups",
-            "choose a divisor of the world size",
-        )
-    if config.replicate == 1:
-        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    shape = (config.replicate, num_ranks // config.replicate)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+def _held_back(config: ZeroConfig, axes: Axes) -> Held:
+    if config.stage < 2:
+        return "gradients"
+    return "nothing" if axes.replica is None else "means"

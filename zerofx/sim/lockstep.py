@@ -20,10 +20,12 @@ from torch.fx.node import map_arg
 
 from zerofx.errors import ZeroFxError
 from zerofx.ir import ops
-from zerofx.ir.facts import facts
+from zerofx.ir.facts import NODE, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 from zerofx.sim.codes import gather_codes, mean_codes
+from zerofx.sim.memory import memory_address, poison
+from zerofx.sim.shares import join_inside, shards_of, split_inside
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -33,17 +35,11 @@ class LockstepError(ZeroFxError):
     """A program did what no real rank could do, or what only works by luck."""
 
 
-def shards_of(full: Tensor, spec: ParamSpec) -> list[Tensor]:
-    """What each rank owns of the full value of a parameter, as copies, in rank order."""
-    layout = spec.layout
-    if not layout.sharded:
-        return [full.clone() for _ in range(layout.num_replicas)]
-    pieces = [full[slice(*spec.rows(shard))] for shard in range(layout.num_shards)]
-    return [piece.clone() for _ in range(layout.num_replicas) for piece in pieces]
-
-
 def run_lockstep(
-    program: Program, inputs: Sequence[Sequence[Any]], world: int | None = None
+    program: Program,
+    inputs: Sequence[Sequence[Any]],
+    world: int | None = None,
+    secondary: dict[str, list[Tensor]] | None = None,
 ) -> list[list[Any]]:
     """Run `program` on all ranks.
 
@@ -51,6 +47,8 @@ def run_lockstep(
         program: in any form, from freshly traced to final. It was traced on rank 0.
         inputs: of each rank. Buffers that the program synchronises are written.
         world: number of ranks, to be checked against `inputs`.
+        secondary: by parameter, the secondary shards of all ranks: a forward writes them, its
+            backward gathers from them. Without, backward gathers the same values over all ranks.
 
     Returns:
         The outputs of each rank.
@@ -62,7 +60,7 @@ def run_lockstep(
     """
     if world is not None and world != len(inputs):
         raise LockstepError(f"inputs of {len(inputs)} ranks for a world of {world}")
-    return _Ranks(program, len(inputs)).run(inputs)
+    return _Ranks(program, len(inputs), {} if secondary is None else secondary).run(inputs)
 
 
 @dataclasses.dataclass
@@ -78,8 +76,9 @@ class _Pending:
 class _Ranks:
     """One run: the environment of all ranks."""
 
-    def __init__(self, program: Program, world: int) -> None:
+    def __init__(self, program: Program, world: int, secondary: dict[str, list[Tensor]]) -> None:
         self.program = program
+        self.secondary = secondary
         self.world = world
         self.values: dict[fx.Node, list[Any]] = {}
         self.pending: dict[fx.Node, _Pending] = {}
@@ -92,6 +91,7 @@ class _Ranks:
             ops.UNSHARD_WAIT: self._wait,
             ops.FREE: self._free,
             ops.KEEP: self._free,  # backward gathers the same values
+            ops.KEEP_SHARD: self._keep_shard,
             ops.REDUCE_GRAD: self._reduce_grad,
             ops.REDUCE_START: self._reduce_start,
             ops.REDUCE_WAIT: self._wait,
@@ -145,7 +145,10 @@ class _Ranks:
         dtypes = {wait.args[1]: ops.full_dtype(wait) for wait in ops.waits_of(node)}
         for shard, name in zip(ops.members(node), facts(node).members, strict=True):
             shards, spec = self._read(node, shard), self._spec(node, name)
-            values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
+            if facts(node).axis == NODE and name in self.secondary:
+                values[shard] = join_inside(self.secondary[name], spec)
+            else:
+                values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
         if ops.codecs(node):
             shards = [self._read(node, shard) for shard in ops.members(node)]
@@ -194,19 +197,24 @@ class _Ranks:
         values = pending.values[shard]
         spec = self._spec(node, facts(node).param)
         if ops.is_call(node, ops.UNSHARD_WAIT) and spec.layout.temporary:
-            self.gathered.update(_address(value) for value in values)
+            self.gathered.update(memory_address(value) for value in values)
         return values
 
     def _free(self, node: fx.Node) -> list[None]:
         for value in self._read(node, node.args[0]):
-            address = _address(value)
+            address = memory_address(value)
             if not address:
                 continue
             if address not in self.gathered:
                 raise self._error(node, "frees what is not a gathered value", "drop the free")
             self.gathered.discard(address)
-            _poison(value)
+            poison(value)
             self.freed[address] = value
+        return [None] * self.world
+
+    def _keep_shard(self, node: fx.Node) -> list[None]:
+        spec = self._spec(node, facts(node).param)
+        self.secondary[spec.name] = split_inside(self._read(node, node.args[0]), spec)
         return [None] * self.world
 
     def _sync_buffers(self, node: fx.Node) -> list[None]:
@@ -266,7 +274,7 @@ class _Ranks:
             value = self.values[node][rank]
             if isinstance(value, _Pending):
                 raise self._error(reader, f"reads {node.name} before its wait", "read the wait")
-            if isinstance(value, Tensor) and _address(value) in self.freed:
+            if isinstance(value, Tensor) and memory_address(value) in self.freed:
                 raise self._error(reader, f"reads {node.name} after its free", "free later")
             return value
 
@@ -283,14 +291,3 @@ def _keeps_shape(node: fx.Node) -> bool:
     before = source.meta.get("val") if isinstance(source, fx.Node) else None
     after = node.meta.get("val")
     return isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
-
-
-def _address(value: Tensor) -> int:
-    """What identifies the memory of `value`; 0 for memory of no bytes."""
-    return value.untyped_storage().data_ptr()
-
-
-def _poison(value: Tensor) -> None:
-    """Fill the memory of `value`, and so of all its views, with what no program computes."""
-    whole = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
-    whole.fill_(torch.nan if value.is_floating_point() or value.is_complex() else 85)

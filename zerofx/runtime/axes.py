@@ -1,0 +1,100 @@
+"""The axes of the mesh, as this rank sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zerofx.config import ZeroConfig
+from zerofx.errors import UnsupportedError
+from zerofx.runtime.comm import Comm
+from zerofx.runtime.network import Network
+from zerofx.runtime.secondary import check_nodes, node_comm
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Who exchanges what with whom.
+
+    Attributes:
+        world: all ranks of the mesh.
+        shard: those that share one set of shards.
+        replica: those that hold the same shard; `None` without replicas.
+        node: those of `shard` on this node, if they keep secondary shards.
+    """
+
+    world: Comm
+    shard: Comm
+    replica: Comm | None
+    node: Comm | None
+
+
+def make_axes(
+    config: ZeroConfig,
+    mesh: DeviceMesh,
+    network: Network,
+    device: torch.device,
+    node: Comm | None = None,
+) -> Axes:
+    """Describe the axes of `mesh`.
+
+    Args:
+        config: the user's choices.
+        mesh: 1-D `(shard,)` or 2-D `(replicate, shard)`.
+        network: how ranks lie.
+        device: of the parameters.
+        node: of a model that is copied: groups are not made anew.
+
+    Raises:
+        UnsupportedError: a 2-D mesh leaves ranks out, or secondary shards could not serve.
+    """
+    axes = reversed(range(mesh.ndim))
+    shard, *rest = (network.comm(mesh.get_group(axis), device) for axis in axes)
+    check_nodes(config, shard.size, shard.node_size)
+    if node is None and config.secondary_shards:
+        node = node_comm(shard, device)
+    return Axes(_world(mesh, network, device), shard, rest[0] if rest else None, node)
+
+
+def _world(mesh: DeviceMesh, network: Network, device: torch.device) -> Comm:
+    if mesh.ndim == 1:
+        return network.comm(mesh.get_group(), device)
+    if mesh.size() != dist.get_world_size():
+        raise UnsupportedError(
+            f"a 2-D mesh of {mesh.size()} ranks inside a world of {dist.get_world_size()}",
+            "use a mesh over all ranks",
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return network.comm(group, device)
+
+
+def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
+    """The mesh that was asked for; by default all ranks in a row.
+
+    Raises:
+        UnsupportedError: there is no process group, or it cannot be divided so.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedError(
+            "there is no default process group",
+            "call torch.distributed.init_process_group() before the first forward "
+            "(under torchrun it needs no arguments)",
+        )
+    if dist.get_backend() == "mpi":
+        raise UnsupportedError("the MPI backend is not supported", 'use "nccl" or "gloo"')
+    if config.mesh is not None:
+        return config.mesh
+    num_ranks = dist.get_world_size()
+    if num_ranks % config.replicate:
+        raise UnsupportedError(
+            f"{num_ranks} ranks cannot form replicate={config.replicate} equal groups",
+            "choose a divisor of the world size",
+        )
+    if config.replicate == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    shape = (config.replicate, num_ranks // config.replicate)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
