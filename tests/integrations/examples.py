@@ -95,6 +95,9 @@ HONOURED: dict[str, Pair] = {
     "zero_optimization.stage3_param_persistence_threshold": (_STAGE_3, 1e3, 1e4),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (_STAGE_3, False, True),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (_STAGE_3, False, True),
+    "zero_optimization.zero_quantized_weights": (_STAGE_3, False, True),
+    "zero_optimization.zero_quantized_gradients": (_STAGE_3, False, True),
+    "zero_optimization.zero_hpz_partition_size": (_STAGE_3, 1, 2),
     "zero_optimization.mics_shard_size": (_STAGE_3, 2, 4),
 }
 

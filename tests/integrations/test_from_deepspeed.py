@@ -62,25 +62,20 @@ def test_a_file_of_stage_2_with_comments() -> None:
 
 def test_a_file_of_stage_3_full_of_autos() -> None:
     file = CONFIGS / "ds_config_zero3_pp.json"
-    plus = [
-        f"zero_optimization.zero_{name}" for name in ("quantized_weights", "quantized_gradients")
-    ]
-    plus.append("zero_optimization.zero_hpz_partition_size")
-    with pytest.raises(UnsupportedError) as refused:
-        zerofx.from_deepspeed(file)
-    assert all(name in str(refused.value) for name in plus)
     with pytest.raises(ConfigError) as asked:
-        zerofx.from_deepspeed(file, leave_out=plus)
+        zerofx.from_deepspeed(file)
     needed = ["optimizer.params.lr", "scheduler.params.warmup_max_lr"]
     needed.append("scheduler.params.warmup_num_steps")
     assert list(asked.value.offenders) == needed
     auto = dict(zip(needed, (3e-4, 3e-4, 100), strict=True))
-    recipe = zerofx.from_deepspeed(file, leave_out=plus, auto=auto, world_size=8, inner="eager")
+    recipe = zerofx.from_deepspeed(file, auto=auto, world_size=16, inner="eager")
     config = recipe.config
     assert (config.stage, config.accumulate, config.inner) == (3, 4, "eager")
     assert (config.prefetch_bytes, config.memory_budget) == (2_000_000_000, 1_000_000_000)
     assert config.min_shard_numel == zerofx.ZeroConfig().min_shard_numel
-    assert recipe.batch.train == 2 * 4 * 8
+    assert (config.quantize_weights, config.quantize_gradients) == ("int8", "int4")
+    assert (config.secondary_shards, config.ranks_per_node) == (True, 8)
+    assert recipe.batch.train == 2 * 4 * 16
     assert recipe.shape == WarmupDecayLR(0.0, 3e-4, 100, total_num_steps=1000)
     assert recipe.gathers_on_save
 

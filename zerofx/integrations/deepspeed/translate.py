@@ -62,6 +62,7 @@ def from_deepspeed(
         "reduce_dtype": _reduce_dtype(settings),
         **_sizes(settings, itemsize),
         **_switches(settings, ranks),
+        **_zero_plus_plus(settings, ranks),
     }
     chosen = {name: value for name, value in chosen.items() if value is not None}
     twice = sorted(chosen.keys() & options.keys())
@@ -186,6 +187,23 @@ def _switches(settings: Settings, ranks: int) -> dict[str, Any]:
         "disable": None if overlaps else ("schedule",),
         "replicate": ranks // group if group > 0 else None,
         "cast_forward_inputs": settings.get("fp16.auto_cast"),
+    }
+
+
+def _zero_plus_plus(settings: Settings, ranks: int) -> dict[str, Any]:
+    zero = settings.section("zero_optimization")
+    node = zero.get("zero_hpz_partition_size", 1)
+    if node > 1 and ranks % node:
+        raise ConfigError(
+            f"zero_hpz_partition_size {node} does not divide {ranks} ranks",
+            "use the number of ranks on a node",
+        )
+    apart = 1 < node < ranks
+    return {
+        "quantize_weights": "int8" if zero.get("zero_quantized_weights") else None,
+        "quantize_gradients": "int4" if zero.get("zero_quantized_gradients") else None,
+        "secondary_shards": True if apart else None,
+        "ranks_per_node": node if apart else None,
     }
 
 

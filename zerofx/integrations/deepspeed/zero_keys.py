@@ -70,21 +70,29 @@ _ZERO = [
         ],
     ),
     *keys(
-        "missing",
+        "honoured",
         "zero_optimization",
         [
-            ("zero_quantized_weights", "qwZ needs the pass that quantizes gathers"),
-            ("zero_quantized_nontrainable_weights", "qwZ needs the pass that quantizes gathers"),
-            ("zero_quantized_gradients", "qgZ needs the pass that quantizes reductions"),
-            ("zeropp_loco_param", "qgZ needs the pass that quantizes reductions"),
+            ("zero_quantized_weights", "option `quantize_weights`: int8"),
+            ("zero_quantized_gradients", "option `quantize_gradients`: int4 in both hops"),
         ],
+        "bool",
+        stages=(3,),
     ),
     Key(
         "zero_optimization.zero_hpz_partition_size",
-        "missing",
-        "hpZ needs the pass of secondary shards",
+        "honoured",
+        "options `secondary_shards` and `ranks_per_node`, if there are more ranks than that",
         "count",
-        off=(0, 1),
+        stages=(3,),
+    ),
+    *keys(
+        "missing",
+        "zero_optimization",
+        [
+            ("zero_quantized_nontrainable_weights", "frozen weights are kept as they are"),
+            ("zeropp_loco_param", "reductions of codes have no feedback of errors"),
+        ],
     ),
     *keys(
         "missing",
