@@ -201,12 +201,6 @@ class ZeroConfig:
                 "parameters are not sharded between forward and backward",
                 'use backend="zero3", or leave secondary_shards out',
             )
-        if self.secondary_shards and self.quantize_weights is not None:
-            raise ConfigError(
-                "options secondary_shards and quantize_weights do not go together yet: shards in a "
-                "node would be made of coded values, and be coded again",
-                "leave one of them out; quantize_gradients goes with both",
-            )
         if self.mesh is not None and self.mesh.ndim not in (1, 2):
             raise ConfigError(
                 f"option mesh has {self.mesh.ndim} axes",

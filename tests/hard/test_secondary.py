@@ -210,3 +210,9 @@ def test_nor_does_it_in_mixed_precision_with_what_forward_keeps() -> None:
     options = {**NODES, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     scenarios = (_accumulated, _edited)
     assert run_ranks(4, _differences, options, scenarios, timeout=220) == [[]] * 4
+
+
+def test_nor_does_it_from_those_that_forward_decoded() -> None:
+    options = {**NODES, "quantize_weights": "int8x32", "quantize_exact": ()}
+    scenarios = (_trained, _accumulated)
+    assert run_ranks(4, _differences, options, scenarios, timeout=220) == [[]] * 4

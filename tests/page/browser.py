@@ -95,7 +95,8 @@ class Tab:
     def _next(self) -> dict[str, Any]:
         raw = bytearray()
         while (byte := self._read.read(1)) != b"\0":
-            assert byte, "the browser ended"
+            if not byte:
+                raise BrowserEnded
             raw += byte
         message: dict[str, Any] = json.loads(raw)
         self._note(message.get("method", ""), message.get("params", {}))
@@ -112,11 +113,16 @@ class Tab:
             self.requests.append(params["request"]["url"])
 
 
+class BrowserEnded(Exception):
+    """The other end of the pipe is closed."""
+
+
 @contextlib.contextmanager
 def browser() -> Iterator[Tab]:
     """Start a browser with one tab, and end it."""
     (their_read, our_write), (our_read, their_write) = os.pipe(), os.pipe()
-    flags = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run"
+    flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage"
+    flags += " --remote-debugging-pipe --no-first-run"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # The protocol wants the descriptors 3 and 4.
         script = f'exec "$0" {flags} "$1" 3<&{their_read} 4>&{their_write}'

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.page.browser import MISSING, Tab, browser, find_browser
+from tests.page.browser import MISSING, BrowserEnded, Tab, browser, find_browser
 from tests.page.dumps import dump_gpt, rehearse
 from zerofx.frontend.rehearsal import Rehearsal
 
@@ -16,7 +17,11 @@ from zerofx.frontend.rehearsal import Rehearsal
 def tab() -> Iterator[Tab]:
     if not find_browser():
         pytest.skip(MISSING)
-    with browser() as found:
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(browser())
+        except (BrowserEnded, BrokenPipeError):
+            pytest.skip("the browser that is installed here does not start")
         yield found
 
 

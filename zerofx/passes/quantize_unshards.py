@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from zerofx.ir.edit import Editor
+from zerofx.ir.facts import facts
 from zerofx.ir.ops import UNSHARD_START, waits_of
 from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import QuantizePlan, plan_codes, send_codes
+from zerofx.passes.quantize import Exact, QuantizePlan, plan_codes, send_codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,24 @@ class QuantizeUnshards(Pass):
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""
         starts = program.calls(UNSHARD_START)
-        return plan_codes(program, starts, [Codec.parse(self.codec)], self.exact, _dtype)
+        plan = plan_codes(program, starts, [Codec.parse(self.codec)], self.exact, _dtype)
+        if program.region is not Region.BACKWARD:
+            return plan
+        # With secondary shards backward gathers inside the node what forward decoded: codes of that
+        # would lose twice.
+        inside = [start for start in plan.quantized if _has_secondary(program, start)]
+        exact = tuple(Exact(facts(start).param, "inside the node") for start in inside)
+        quantized = tuple(start for start in plan.quantized if start not in inside)
+        return dataclasses.replace(plan, quantized=quantized, exact=plan.exact + exact)
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codec at each gather."""
         send_codes(edit, plan, edit.program.calls(UNSHARD_START), plan.codecs[0])
+
+
+def _has_secondary(program: Program, start: fx.Node) -> bool:
+    spec = program.spec(waits_of(start)[0])
+    return spec is not None and spec.layout.secondary
 
 
 def _dtype(start: fx.Node) -> torch.dtype:
