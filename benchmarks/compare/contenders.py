@@ -33,27 +33,47 @@ class Contender:
         prepare: from a model and a learning rate to a step.
         traffic: parameters sent per step by the formula of its ZeRO stage, in units of (W−1)/W of
             all parameters; 0 for the floor, whose ranks do not speak.
+        rtol: how far its losses may be from the others'.
     """
 
     name: str
     prepare: Prepare
     traffic: int
+    rtol: float = 5e-4
 
     @property
     def averages(self) -> bool:
         """Whether its ranks train one model, so that its losses are those of the others."""
         return self.traffic > 0
 
+    @property
+    def exact(self) -> bool:
+        """Whether it computes what training in fp32 computes, but for rounding."""
+        return self.rtol < 1e-3
+
 
 _TITAN = "torchtitan.experiments.graph_trainer"
 CONTENDERS: dict[str, Contender] = {}
 
+_WEIGHTS = {"quantize_weights": "int8"}
+_GRADIENTS = {"quantize_gradients": ("int8", "int4")}
+_SECONDARY = {"secondary_shards": True}
+ZEROPP: dict[str, dict[str, Any]] = {
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+    "qwz": _WEIGHTS,
+    "hpz": _SECONDARY,
+    "qgz": _GRADIENTS,
+    "qwz_qgz": _WEIGHTS | _GRADIENTS,
+    "all": _WEIGHTS | _GRADIENTS | _SECONDARY,
+    "all_blocks": _WEIGHTS | _GRADIENTS | _SECONDARY | {"quantize_exact": "*norm*"},
+}
 
-def contender(name: str, *, traffic: int) -> Callable[[Prepare], Prepare]:
+
+def contender(name: str, *, traffic: int, rtol: float = 5e-4) -> Callable[[Prepare], Prepare]:
     """Enter a function into the table."""
 
     def enter(prepare: Prepare) -> Prepare:
-        CONTENDERS[name] = Contender(name, prepare, traffic)
+        CONTENDERS[name] = Contender(name, prepare, traffic, rtol)
         return prepare
 
     return enter
@@ -82,6 +102,16 @@ def zerofx(model: Workload, lr: float, stage: int) -> Step:
     """zerofx: nothing sharded, optimizer state, gradients as well, everything."""
     optimizer = _adamw(model, lr)
     return _loop(torch.compile(model, backend=f"zero{stage}"), optimizer)
+
+
+def zeropp(model: Workload, lr: float, options: dict[str, Any]) -> Step:
+    """zerofx at stage 3, which sends shorter numbers."""
+    optimizer = _adamw(model, lr)
+    return _loop(torch.compile(model, backend="zero3", options=options), optimizer)
+
+
+for _name, _options in ZEROPP.items():
+    contender(f"zero3_{_name}", traffic=3, rtol=2e-2)(functools.partial(zeropp, options=_options))
 
 
 @contender("ddp", traffic=2)

@@ -11,7 +11,6 @@ from benchmarks.compare.contenders import CONTENDERS
 from benchmarks.compare.trial import Outcome
 
 FLOOR = "compute"
-RTOL = 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +98,7 @@ def _figures(
     least = formula_bytes(CONTENDERS[name].traffic, group[0].num_params, nodes)
     needed = least * nodes / ranks
     wire = _median(one.wire_bytes for one in group)
+    allowed = difference is not None and difference <= CONTENDERS[name].rtol
     return Figures(
         name,
         step_ms=step,
@@ -112,7 +112,7 @@ def _figures(
         wire_ratio=wire / needed if wire and needed else None,
         least_ms=1e3 * least / goodput if goodput and least else None,
         first_s=_median(one.first_s for one in group),
-        disagreement=difference if difference is None or not difference <= RTOL else None,
+        disagreement=difference if not allowed else None,
     )
 
 
@@ -125,7 +125,7 @@ def formula_bytes(traffic: int, num_params: int, nodes: int) -> float:
 
 
 def loss_differences(grouped: Mapping[str, Sequence[Outcome]]) -> dict[str, float]:
-    """How far each contender's losses are from the median contender's, relatively, at worst.
+    """How far each contender's losses are from the median exact contender's, relatively, at worst.
 
     The floor's ranks train models of their own: only its first loss is compared.
     """
@@ -133,7 +133,9 @@ def loss_differences(grouped: Mapping[str, Sequence[Outcome]]) -> dict[str, floa
         name: [one.losses[: None if _averages(name) else 1] for one in group if one.losses]
         for name, group in grouped.items()
     }
-    joined = [curve for name in curves if _averages(name) for curve in curves[name]]
+    trained = [name for name in curves if _averages(name)]
+    exact = [name for name in trained if CONTENDERS[name].exact]
+    joined = [curve for name in exact or trained for curve in curves[name]]
     if not joined:
         return {}
     middle = [statistics.median(column) for column in zip(*joined, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,11 +29,17 @@ class Roofline:
     bytes_per_second: float = 10e9
     profile: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
-    def seconds(self, node: fx.Node) -> float:
-        """Time of a node that computes."""
+    def seconds(self, node: fx.Node, inside: Collection[fx.Node] = ()) -> float:
+        """Time of a node that computes.
+
+        Args:
+            node: whose values are known.
+            inside: nodes whose values stay inside a kernel, and are not written and read again.
+        """
         if node.name in self.profile:
             return self.profile[node.name]
-        return max(num_flops(node) / self.flops, moved_bytes(node) / self.bytes_per_second)
+        memory = moved_bytes(node, inside) / self.bytes_per_second
+        return max(num_flops(node) / self.flops, memory)
 
 
 class Kernels:
@@ -51,15 +57,7 @@ class Kernels:
 
     def seconds(self, node: fx.Node) -> float:
         """Time of a node; inner values cost what they read from memory."""
-        profile = self._roofline.profile
-        if node.name in profile:
-            return profile[node.name]
-        read = [arg for arg in node.all_input_nodes if arg not in self._inside]
-        moved = sum(value_bytes(arg.meta.get("val")) for arg in read)
-        if node not in self._inside:
-            moved += value_bytes(node.meta.get("val"))
-        memory = moved / self._roofline.bytes_per_second
-        return max(num_flops(node) / self._roofline.flops, memory)
+        return self._roofline.seconds(node, self._inside)
 
 
 def num_flops(node: fx.Node) -> int:
@@ -71,10 +69,13 @@ def num_flops(node: fx.Node) -> int:
     return int(count(*given[0], **given[1], out_val=_static(node.meta.get("val"))))
 
 
-def moved_bytes(node: fx.Node) -> int:
-    """Bytes of the inputs and outputs of a node."""
-    read = sum(value_bytes(arg.meta.get("val")) for arg in node.all_input_nodes)
-    return read + value_bytes(node.meta.get("val"))
+def moved_bytes(node: fx.Node, inside: Collection[fx.Node] = ()) -> int:
+    """Bytes that a kernel reads and writes if it touches each of its values once.
+
+    Values of nodes `inside` kernels are not counted.
+    """
+    touched = (each for each in (*node.all_input_nodes, node) if each not in inside)
+    return sum(value_bytes(each.meta.get("val")) for each in touched)
 
 
 def value_bytes(value: Any) -> int:

@@ -17,7 +17,6 @@ from zerofx.ir.ops import (
     REDUCE_START,
     UNSHARD_START,
     UNSHARD_WAIT,
-    gradients,
     is_call,
     started_by,
     waits_of,
@@ -62,7 +61,7 @@ def lifetimes(
     place = positions(program.graph)
     ledger = Ledger(program, transport, fused, before)
     found = [
-        *_values(program, ledger, place),
+        *_values(ledger, place),
         *_collectives(program, ledger, place),
         *_left(program, ledger, before, place),
     ]
@@ -79,10 +78,9 @@ def live_at_each_node(lives: Iterable[Lifetime], num_nodes: int) -> NDArray[np.i
     return change.cumsum(axis=0)[:-1]
 
 
-def _values(program: Program, ledger: Ledger, place: dict[fx.Node, int]) -> Iterator[Lifetime]:
+def _values(ledger: Ledger, place: dict[fx.Node, int]) -> Iterator[Lifetime]:
     """What nodes make, and inputs."""
-    starts = program.calls(REDUCE_START)
-    of_grads = {o for start in starts for g in gradients(start) for o in ledger.owners[g]}
+    of_grads = ledger.owners_of_gradients()
     death = {owner: place[node] for node, dead in ledger.deaths().items() for owner in dead}
     for owner, size in ledger.size.items():
         kind: Kind = "gradients" if owner in of_grads else "activations"
@@ -116,9 +114,7 @@ def _left(
 ) -> Iterator[Lifetime]:
     """What forward left: values that nothing here reads, and gathered ones until their free."""
     last = len(place) - 1
-    read = ledger.first_of_piece
-    unread = sum(size for piece, size in before.values.items() if piece not in read)
-    yield Lifetime("activations", None, "", unread, 0, last)
+    yield Lifetime("activations", None, "", ledger.unread_bytes(), 0, last)
     freed = {facts(free).param: place[free] for free in program.calls(FREE)}
     for name in sorted(before.kept):
         if name in program.params:

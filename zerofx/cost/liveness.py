@@ -156,12 +156,9 @@ class Ledger:
     def walk(self) -> Curve:
         """Add up over the program."""
         dies = self.deaths()
-        starts = self._program.calls(REDUCE_START)
-        of_grads = {o for start in starts for g in gradients(start) for o in self.owners[g]}
-        values, read = self._before.values, self.first_of_piece
-        unread = sum(size for place, size in values.items() if place not in read)
+        of_grads = self.owners_of_gradients()
         kept = sum(self._program.params[name].full_bytes for name in self._before.kept)
-        live = np.array([unread, 0, 0, kept], dtype=np.int64)
+        live = np.array([self.unread_bytes(), 0, 0, kept], dtype=np.int64)
         points: list[tuple[str, str, Rows]] = []
         block = ""
         for node in self._program.graph.nodes:
@@ -178,6 +175,16 @@ class Ledger:
             live[2:] -= (self._message_until(node), self._freed_at(node))
         names, blocks, rows = zip(*points, strict=True)
         return Curve(names, blocks, np.stack(rows))
+
+    def owners_of_gradients(self) -> set[fx.Node]:
+        """The nodes whose memory full gradients lie in."""
+        starts = self._program.calls(REDUCE_START)
+        return {o for start in starts for g in gradients(start) for o in self.owners[g]}
+
+    def unread_bytes(self) -> int:
+        """Of what forward left, what nothing here reads."""
+        values, read = self._before.values, self.first_of_piece
+        return sum(size for piece, size in values.items() if piece not in read)
 
     def _enter_input(self, node: fx.Node) -> None:
         place = self._before.piece.get(node.name)

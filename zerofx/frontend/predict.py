@@ -6,25 +6,25 @@ Seconds are rounded to nanoseconds, and symbolic sizes count as they were when t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from zerofx.cost.compute import Kernels, num_flops, value_bytes
+from zerofx.cost.compute import num_flops, value_bytes
 from zerofx.cost.lifetimes import KINDS, Lifetime, lifetimes, live_at, live_at_each_node
 from zerofx.cost.link import Link
 from zerofx.cost.liveness import NOTHING_HELD, Held, held_after
-from zerofx.cost.machine import Machine, already_whole
+from zerofx.cost.machine import Machine
+from zerofx.frontend.views import timeline_of
 from zerofx.ir import ops
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import node_lines, node_names
 from zerofx.ir.view import aliased_inputs
-from zerofx.sim.timeline import Timeline, simulate
+from zerofx.sim.timeline import Timeline
 
 Json = Any
 _KINDS = {
@@ -79,10 +79,7 @@ def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> 
         before: of a backward program, what forward left behind.
     """
     machine, fused = setting.machine, setting.fused
-    kernels = Kernels(program.graph, machine.roofline, fused=fused)
-    whole = already_whole(program, before.kept)
-    link = functools.partial(machine.link_seconds, whole=whole)
-    timeline = simulate(program, kernels.seconds, link)
+    timeline = timeline_of(program, machine, before.kept, fused=fused)
     lives = lifetimes(program, machine.transport, fused=fused, before=before)
     return Prediction(program, timeline, lives)
 
@@ -145,7 +142,7 @@ def collective_seconds(found: Prediction) -> dict[fx.Node, tuple[float, float]]:
 def describe_timeline(found: Prediction) -> dict[str, Json]:
     """Spans of one program and their sums."""
     timeline, names = found.timeline, node_names(found.program)
-    compute = sum(s.end - s.begin for s in timeline.spans if s.stream == "compute")
+    compute = timeline.compute_seconds
     return {
         "seconds": round_seconds(timeline.seconds),
         "compute_seconds": round_seconds(compute),

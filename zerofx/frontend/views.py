@@ -154,14 +154,25 @@ def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Tim
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
     """
+    kept = _kept(programs)
+    forward, backward = (timeline_of(each, machine, kept, fused=fused) for each in programs)
+    return forward, backward
 
-    def run(program: Program) -> Timeline:
-        whole = already_whole(program, _kept(programs))
-        link = functools.partial(machine.link_seconds, whole=whole)
-        kernels = Kernels(program.graph, machine.roofline, fused=fused)
-        return simulate(program, kernels.seconds, link)
 
-    return run(programs[0]), run(programs[1])
+def timeline_of(
+    program: Program, machine: Machine, kept: frozenset[str], *, fused: bool
+) -> Timeline:
+    """One program in simulated time.
+
+    Args:
+        program: after all passes.
+        machine: where it will run.
+        kept: parameters that forward leaves whole.
+        fused: whether kernels are fused, as Inductor does.
+    """
+    link = functools.partial(machine.link_seconds, whole=already_whole(program, kept))
+    kernels = Kernels(program.graph, machine.roofline, fused=fused)
+    return simulate(program, kernels.seconds, link)
 
 
 def _kept(programs: Programs) -> frozenset[str]:

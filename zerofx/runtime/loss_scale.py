@@ -7,11 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from zerofx.errors import ConfigError, LossScaleError
-from zerofx.runtime.overflow import share_overflow
-from zerofx.runtime.params import local_tensor
+from zerofx.runtime.overflow import mixed_gradients, share_overflow
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -138,13 +136,8 @@ class GradScaler(FixedScaler):
 
 def _agree(optimizer: torch.optim.Optimizer) -> None:
     """Show an overflow in any rank's shards to all ranks; see `zerofx.runtime.overflow`."""
-    whole: list[Tensor] = []
-    parts: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param.grad, DTensor):
-                sharded = any(isinstance(each, Shard) for each in param.grad.placements)
-                (parts if sharded else whole).append(local_tensor(param.grad))
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    whole, parts = mixed_gradients(params)
     if whole and parts:
         with torch.no_grad():
             share_overflow(whole, parts, dist.group.WORLD)

@@ -12,18 +12,19 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.params import local_tensor
 
 
-def mixed_gradients(states: Iterable[ParamState]) -> tuple[list[Tensor], list[Tensor]]:
-    """Local gradients of replicated and of sharded parameters."""
+def mixed_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Local gradients of replicated and of sharded parameters; plain tensors are left out."""
     whole: list[Tensor] = []
     parts: list[Tensor] = []
-    for state in states:
-        if state.param.grad is not None:
-            group = parts if state.spec.layout.sharded else whole
-            group.append(local_tensor(state.param.grad))
+    for param in params:
+        if isinstance(param.grad, DTensor):
+            sharded = any(isinstance(each, Shard) for each in param.grad.placements)
+            (parts if sharded else whole).append(local_tensor(param.grad))
     return whole, parts
 
 

@@ -204,7 +204,7 @@ class Session:
                 self.journal.check_step()
 
     def _share_overflow(self) -> None:
-        whole, parts = mixed_gradients(self.states)
+        whole, parts = mixed_gradients(state.param for state in self.states)
         if whole and parts and self.world.size > 1:
             self.journal.record("all_reduce", "overflow")
             with torch.no_grad(), self._watch.explained():
