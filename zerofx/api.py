@@ -116,8 +116,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     same: the result does not differ, and no memory is spent. On a hybrid mesh they reduce inside
     the groups, and hold a sum as large as the shards until that backward shares it across groups.
 
-    `zero_grad()` inside drops the sum, but for `zero_grad(set_to_none=False)` of an optimizer built
-    with `foreach=True` or `fused=True`, which leaves no trace on a `DTensor`.
+    `zero_grad()` inside drops the sum.
 
     Raises:
         ShardingError: the model is not sharded (yet).

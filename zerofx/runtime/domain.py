@@ -21,6 +21,7 @@ from zerofx.runtime.quantized import Gathering, Reducing, gather_codes, reduce_c
 from zerofx.runtime.replicas import replica_mean
 from zerofx.runtime.rounds import GatherRound
 from zerofx.runtime.secondary import SecondaryShards
+from zerofx.torch_private import storage_key
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -60,17 +61,17 @@ class Domain:
 
     def register(self, state: ParamState) -> None:
         """Make `state` findable by its shard."""
-        self._by_storage[state.shard.untyped_storage().data_ptr()] = state
+        self._by_storage[storage_key(state.shard)] = state
 
     def find(self, shard: Tensor) -> ParamState | None:
         """Whose shard this is; `None` for tensors that are no parameter of the model.
 
-        Storage identifies a shard. It changes under `.to()` or `load_state_dict(assign=True)`:
-        then all parameters are looked at once.
+        Storage identifies a shard, also one without rows, which may have no address. It changes
+        under `.to()` or `load_state_dict(assign=True)`: then all parameters are looked at once.
         """
-        key = shard.untyped_storage().data_ptr()
+        key = storage_key(shard)
         state = self._by_storage.get(key)
-        if state is not None and state.shard.untyped_storage().data_ptr() == key:
+        if state is not None and storage_key(state.shard) == key:
             return state
         self._by_storage.clear()
         for other in self.session.states:
