@@ -15,8 +15,8 @@ from zerofx.torch_private import FakeMode, fake_mode, trace_apart
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """A partition function of AOTAutograd."""
 
-Captured = tuple[fx.GraphModule, list[Any]]
-"""A graph of Dynamo's, and its inputs."""
+DynamoGraph = tuple[fx.GraphModule, list[Any]]
+"""A graph, and its inputs."""
 
 
 class _Cut(Exception):
@@ -36,7 +36,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Captured:
+def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> DynamoGraph:
     """Dynamo's one graph of a call, and its inputs.
 
     Raises:
@@ -58,7 +58,7 @@ def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def dynamo_graphs(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mode: FakeMode
-) -> tuple[list[Captured], str]:
+) -> tuple[list[DynamoGraph], str]:
     """All of Dynamo's graphs of a call on fake tensors, each with its inputs.
 
     Args:
@@ -80,9 +80,9 @@ def dynamo_graphs(
 
 def _call(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, fullgraph: bool
-) -> tuple[list[Captured], Exception | None]:
+) -> tuple[list[DynamoGraph], Exception | None]:
     """Dynamo's graphs of a call, each with its inputs, and what ended it early."""
-    found: list[Captured] = []
+    found: list[DynamoGraph] = []
 
     def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         found.append((module, inputs))
