@@ -35,7 +35,7 @@ from zerofx.passes.base import Pass
 from zerofx.passes.buckets import Bucket
 from zerofx.passes.schedule import SchedulePlan
 
-VERSION = 3
+VERSION = 2
 
 Json = Any
 """What `json.dumps` takes."""

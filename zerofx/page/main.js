@@ -3,7 +3,7 @@
 const read = (kind) => [...document.querySelectorAll(`script.${kind}`)].map((node) => JSON.parse(node.textContent));
 const diffs = read("diffs"), measured = read("measured");
 // A folder may still hold graphs that another version of zerofx dumped.
-const graphs = read("graph").map((graph, place) => ({ ...graph, diffs: diffs[place], measured: measured[place] })).filter((graph) => graph.version === 3);
+const graphs = read("graph").map((graph, place) => ({ ...graph, diffs: diffs[place], measured: measured[place] })).filter((graph) => graph.version === 2);
 let step = null;
 
 function drawChart() {
