@@ -20,7 +20,7 @@ function drawBuckets(step) {
 
 function bucketRow(program, each, names, reason) {
   const kind = each.kind === "reduce" ? "reduce" : "gather";
-  const exposed = Math.min(each.exposed_seconds, each.seconds), hidden = each.seconds - exposed;
+  const exposed = each.exposed_seconds, hidden = each.seconds - exposed;
   const whole = each.seconds || 1;
   const local = names.map((name) => (name.startsWith(`${each.bucket}.`) ? name.slice(each.bucket.length + 1) : name));
   const members = local.slice(0, 4).join(", ") + (names.length > 4 ? `, and ${names.length - 4} more` : "");
