@@ -72,6 +72,10 @@ class ZeroConfig:
             the master copy. All parameters follow, buffers do not. By default nothing is cast.
         reduce_dtype: dtype in which gradients travel and are averaged; each mean is then cast to
             its parameter's dtype. By default gradients travel as they are computed.
+        quantize: `auto`: codes travel only where they save more time on the link than their kernels
+            take, as the cost model finds for each graph; rank 0 decides. The codecs are those of
+            `quantize_weights` and `quantize_gradients`, or `int8` for both if neither is given. By
+            default codes travel wherever those two ask for them.
         quantize_weights: gathers of stage 3 send codes (qwZ of ZeRO++): `int8`, `int4` or `fp8`, if
             need be with block size and kind, as in `int8x128.asymmetric`. By default numbers travel
             as they are.
@@ -112,6 +116,7 @@ class ZeroConfig:
     device_memory: int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    quantize: Literal["auto"] | None = None
     quantize_weights: str | None = None
     quantize_gradients: str | tuple[str, str] | None = None
     quantize_exact: str | tuple[str, ...] = ("*embed*", "*_emb*", "*norm*")
@@ -126,10 +131,19 @@ class ZeroConfig:
     measure: int | None = dataclasses.field(default=None, compare=False)
 
     @property
-    def gradient_codecs(self) -> tuple[str, str]:
+    def weight_codec(self) -> str | None:
+        """Name of the codec of weights."""
+        return "int8" if self._codecs_are_chosen and self.stage == 3 else self.quantize_weights
+
+    @property
+    def gradient_codecs(self) -> tuple[str, str] | None:
         """Names of the codecs of gradients: inside a node, or of the only hop; between nodes."""
-        given = self.quantize_gradients or ""
+        given = "int8" if self._codecs_are_chosen else self.quantize_gradients
         return (given, given) if isinstance(given, str) else given
+
+    @property
+    def _codecs_are_chosen(self) -> bool:
+        return self.quantize == "auto" and self.quantize_weights is self.quantize_gradients is None
 
     @property
     def added_passes(self) -> tuple[str, ...]:
@@ -164,13 +178,14 @@ class ZeroConfig:
             (_is_float(self.param_dtype), "param_dtype", _FLOATS),
             (_is_float(self.reduce_dtype), "reduce_dtype", _FLOATS),
             (_is_float(self.output_dtype), "output_dtype", _FLOATS),
+            (self.quantize in (None, "auto"), "quantize", 'None or "auto"'),
             (
                 _are_texts(self.quantize_weights or "", num=1),
                 "quantize_weights",
                 'None or a codec, such as "int8"',
             ),
             (
-                _are_texts(self.gradient_codecs, num=2),
+                _are_texts(self.gradient_codecs or ("", ""), num=2),
                 "quantize_gradients",
                 'None, a codec such as "int8", or two of them',
             ),

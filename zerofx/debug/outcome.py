@@ -96,7 +96,7 @@ def programs_of(
     """
     told: Sequence[Sequence[Reader]] = [[r] for r in readers] or [[] for _ in rehearsals]
     return [
-        each.programs(setting.config, setting.num_ranks, readers=who)
+        each.programs(setting.config, setting.num_ranks, who, setting.machine)
         for each, who in zip(rehearsals, told, strict=True)
     ]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
-from zerofx.cost.machine import machine_of
+from zerofx.cost.machine import Machine, machine_of
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
@@ -26,6 +26,7 @@ from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_plain
 from zerofx.frontend.watch import GraphWatcher
+from zerofx.frontend.weigh import Weighing, decided, weigh
 from zerofx.ir.facts import facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.program import Program
@@ -61,7 +62,12 @@ class Rehearsal:
     inner: Inner
 
     def programs(
-        self, config: ZeroConfig, num_ranks: int, readers: Sequence[Reader] = ()
+        self,
+        config: ZeroConfig,
+        num_ranks: int,
+        readers: Sequence[Reader] = (),
+        machine: Machine | None = None,
+        weighing: Weighing | None = None,
     ) -> tuple[Program, Program]:
         """Forward and backward as they would run.
 
@@ -69,23 +75,40 @@ class Rehearsal:
             config: stage and options; `inner` is that of the rehearsal.
             num_ranks: W.
             readers: are told what each pass does.
+            machine: where they would run; by default a typical one.
+            weighing: whether codes pay; by default what `weighed` finds.
         """
-        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
-        passes = pipeline(config, _WHOLE)
-        setting = Setting(machine_of(self.device.type), num_ranks, self.inner == "inductor")
+        machine = machine or machine_of(self.device.type)
+        if weighing is None:
+            weighing = self.weighed(config, num_ranks, machine)
+        passes = decided(pipeline(config, _WHOLE), weighing)
+        setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
-        made: list[Program] = []
-        for half in (self.forward, self.backward):
-            used = {name: params[name] for name in half.params}
-            module = copy_module(half.module)
-            _relay(module, used)
-            program = dataclasses.replace(half, module=module, params=used, stage=config.stage)
-            made.append(program)
+        made = self._halves(config, num_ranks)
+        for program in made:
             if dump is not None:
                 dump.begin(program)
             run_passes(program, passes, check=False, observer=dump)
             if dump is not None:
                 dump.end(program)
+        return made
+
+    def weighed(self, config: ZeroConfig, num_ranks: int, machine: Machine) -> Weighing:
+        """Whether codes pay, if `config` leaves that open."""
+        if config.quantize != "auto":
+            return {}
+        halves = self._halves(config, num_ranks)
+        return weigh(pipeline(config, _WHOLE), halves, machine, fused=self.inner == "inductor")
+
+    def _halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
+        """Forward and backward before their passes."""
+        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
+        made: list[Program] = []
+        for half in (self.forward, self.backward):
+            used = {name: params[name] for name in half.params}
+            module = copy_module(half.module)
+            _relay(module, used)
+            made.append(dataclasses.replace(half, module=module, params=used, stage=config.stage))
         return made[0], made[1]
 
 

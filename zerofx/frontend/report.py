@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -154,6 +155,8 @@ def printable(value: Any, names: Mapping[fx.Node, str]) -> Json:
     if isinstance(value, (list, tuple)):
         return [printable(item, names) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, (float, complex, torch.dtype, torch.SymInt)):
         return str(value).removeprefix("torch.")

@@ -12,7 +12,13 @@ from torch import Tensor, fx
 from zerofx.ir import ops
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
-from zerofx.ir.kernels import ReduceKernels, UnshardKernels, reduce_kernels, unshard_kernels
+from zerofx.ir.kernels import (
+    KernelSpec,
+    ReduceKernels,
+    UnshardKernels,
+    reduce_kernels,
+    unshard_kernels,
+)
 from zerofx.ir.parcels import Codec, Parcels
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
@@ -59,6 +65,38 @@ def reduction_kernels(program: Program, start: fx.Node) -> ReduceKernels:
     layout = specs[0].layout
     dtypes = [layout.reduce_dtype or _dtype(grad) for grad in ops.gradients(start)]
     return reduce_kernels(specs, first, second, layout.num_nodes, dtypes)
+
+
+def kernels_at(program: Program, node: fx.Node) -> tuple[KernelSpec, ...]:
+    """Kernels that run where a collective starts, which make codes, or at its first wait."""
+    waits = ops.is_call(node, ops.UNSHARD_WAIT, ops.REDUCE_WAIT)
+    start = ops.started_by(node) if waits else node
+    if not ops.is_call(start, ops.UNSHARD_START, ops.REDUCE_START) or not ops.codecs(start):
+        return ()
+    if waits and ops.waits_of(start)[0] is not node:
+        return ()
+    if ops.is_call(start, ops.UNSHARD_START):
+        gather = gather_kernels(program, start)
+        return (gather.unpack,) if waits else (gather.pack,)
+    reduction = reduction_kernels(program, start)
+    if waits:
+        return (reduction.unpack,)
+    return (reduction.pack, *([reduction.repack] if reduction.repack else []))
+
+
+def exact_bytes(program: Program, start: fx.Node) -> int:
+    """What a rank would send in a collective if numbers travelled."""
+    total = 0
+    for spec, wait in zip(specs_of(program, start), ops.waits_of(start), strict=True):
+        others = spec.layout.num_shards - 1
+        if ops.is_call(start, ops.UNSHARD_START):
+            total += spec.padded_numel // (others + 1) * others * _dtype(wait).itemsize
+        else:
+            grad = ops.gradients(start)[facts(start).members.index(spec.name)]
+            dtype = spec.layout.reduce_dtype or _dtype(grad)
+            scattered = spec.numel * others // (others + 1)
+            total += (scattered + all_reduced_numel(spec)) * dtype.itemsize
+    return total
 
 
 def sent(program: Program, start: fx.Node) -> Sent:

@@ -15,7 +15,7 @@ from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import Exact, QuantizePlan, plan_codes, send_codes
+from zerofx.passes.quantize import Exact, QuantizePlan, Weighed, plan_codes, send_codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ class QuantizeUnshards(Pass):
     Attributes:
         codec: how numbers are written.
         exact: patterns of names that stay as they are.
+        weighed: whether codes pay in this graph; by default they are wanted in any case.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -39,6 +40,7 @@ class QuantizeUnshards(Pass):
 
     codec: str = "int8x256"
     exact: tuple[str, ...] = ()
+    weighed: Weighed | None = None
 
     name: ClassVar[str] = "quantize_unshards"
     regions: ClassVar[frozenset[Region]] = frozenset(
@@ -49,7 +51,8 @@ class QuantizeUnshards(Pass):
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""
         starts = program.calls(UNSHARD_START)
-        plan = plan_codes(program, starts, [Codec.parse(self.codec)], self.exact, _dtype)
+        codecs = [Codec.parse(self.codec)]
+        plan = plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
         if program.region is not Region.BACKWARD:
             return plan
         # With secondary shards backward gathers inside the node what forward decoded: codes of that
