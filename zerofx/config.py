@@ -49,6 +49,8 @@ class ZeroConfig:
             the dtype of computation, so that backward, and later micro-batches of an accumulation
             (`accumulate`, `no_sync`), gather inside the node (hpZ of ZeRO++). It costs the size of
             the model divided by the ranks of a node; there must be several nodes of several ranks.
+            `codes`: of what `quantize_weights` gathers, the codes that arrived are kept, as they
+            are, and gathered again: a quarter of the memory and of the bytes inside the node.
         accumulate: number of backward passes per optimizer step. Stages 0 and 1 then send gradients
             once per `accumulate` backwards and hold the full local sum meanwhile; stages 2 and 3
             reduce every time, since their gradients are sharded at rest, but replica groups share
@@ -106,7 +108,7 @@ class ZeroConfig:
     mesh: DeviceMesh | None = None
     replicate: int = 1
     ranks_per_node: int | None = None
-    secondary_shards: bool = False
+    secondary_shards: bool | Literal["codes"] = False
     accumulate: int = 1
     broadcast_buffers: bool = True
     min_shard_numel: int = 512
@@ -180,6 +182,11 @@ class ZeroConfig:
             (_is_float(self.output_dtype), "output_dtype", _FLOATS),
             (self.quantize in (None, "auto"), "quantize", 'None or "auto"'),
             (
+                self.secondary_shards in (False, True, "codes"),
+                "secondary_shards",
+                'False, True or "codes" (those of quantize_weights)',
+            ),
+            (
                 _are_texts(self.quantize_weights or "", num=1),
                 "quantize_weights",
                 'None or a codec, such as "int8"',
@@ -210,9 +217,14 @@ class ZeroConfig:
                 "options mesh and replicate contradict each other",
                 "give the 2-D mesh (replicate, shard) alone, or replicate=k alone",
             )
+        if self.secondary_shards == "codes" and self.weight_codec is None and self.stage == 3:
+            raise ConfigError(
+                'option secondary_shards="codes" has no meaning where gathers send numbers',
+                'set quantize_weights="int8" too, or use secondary_shards=True',
+            )
         if self.secondary_shards and self.stage != 3:
             raise ConfigError(
-                f"option secondary_shards=True has no meaning at stage {self.stage}, where "
+                f"option secondary_shards={self.secondary_shards!r} has no meaning at stage {self.stage}, where "
                 "parameters are not sharded between forward and backward",
                 'use backend="zero3", or leave secondary_shards out',
             )

@@ -13,6 +13,8 @@ from zerofx.debug.changes import Change, Search
 from zerofx.debug.decisions import Why
 from zerofx.debug.explanation import Explanation
 from zerofx.debug.outcome import CollectiveTime
+from zerofx.passes.quantize_reduces import QuantizeReduces
+from zerofx.passes.quantize_unshards import QuantizeUnshards
 
 _WIDTH = 100
 _MOST_ROWS = 6
@@ -157,6 +159,8 @@ def _step(found: Explanation) -> Iterator[str]:
     yield _row("", ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items()))
     if measured is not None and measured.peak_bytes is not None:
         yield _row("", f"measured {show_bytes(measured.peak_bytes)} (CUDA's allocator)")
+    for label, text in _weighed(found):
+        yield _row(label, text)
     number = found.outcome.num_collectives
     mean = found.outcome.sent_bytes / max(1, number)
     yield _row(
@@ -164,6 +168,23 @@ def _step(found: Explanation) -> Iterator[str]:
         f"{show_bytes(found.outcome.sent_bytes)} a step by each rank, in "
         f"{_count(number, 'collective')} of {show_bytes(mean)} on average",
     )
+
+
+def _weighed(found: Explanation) -> Iterator[tuple[str, str]]:
+    """What `quantize="auto"` came to, for each graph."""
+    named = {QuantizeUnshards.name: "weights", QuantizeReduces.name: "gradients"}
+    for region, report in found.reports.items():
+        for each in report["passes"]:
+            weighed = (each["plan"] or {}).get("weighed") if each["name"] in named else None
+            # Weights are listed in backward too, with the same figures.
+            if weighed and ("forward" in region) == (each["name"] == QuantizeUnshards.name):
+                chosen = "codes" if weighed["pays"] else "numbers"
+                yield (
+                    "auto",
+                    f"{named[each['name']]} travel as {chosen}: the graph takes "
+                    f"{show_seconds(weighed['exact'])} with numbers, "
+                    f"{show_seconds(weighed['coded'])} with codes",
+                )
 
 
 def _measured(found: Explanation) -> str:

@@ -29,10 +29,12 @@ from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import Weighing, decided, weigh
 from zerofx.ir.facts import facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
+from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
+from zerofx.passes.quantize import why_exact
 from zerofx.runtime.comm import node_size_of
 from zerofx.runtime.secondary import check_nodes
 from zerofx.torch_private import fake_mode
@@ -120,12 +122,21 @@ def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> 
     """
     whole, sharded = _layouts(config, num_ranks)
     least = max(1, config.min_shard_numel)
-    return [
+    laid = [
         dataclasses.replace(
             spec,
             layout=sharded if spec.shape and spec.numel >= least and sharded.sharded else whole,
         )
         for spec in params
+    ]
+    if not sharded.secondary_codes or config.weight_codec is None:
+        return laid
+    codec = Codec.parse(config.weight_codec)
+    return [
+        dataclasses.replace(spec, secondary_codec=codec.name)
+        if not why_exact(spec, [codec], config.quantize_exact)
+        else spec
+        for spec in laid
     ]
 
 
@@ -256,7 +267,8 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
         config.stage in (1, 2),
         reduce_dtype=wire,
         node_size=node_size,
-        secondary=config.secondary_shards,
+        secondary=bool(config.secondary_shards),
+        secondary_codes=config.secondary_shards == "codes",
     )
     whole = node_size_of(range(num_ranks), per_node)
     return Layout(_WHOLE, 1, num_ranks, False, reduce_dtype=wire, node_size=whole), sharded

@@ -81,7 +81,7 @@ def describe_program(
         "buckets": list(_describe_buckets(program, starts, passes)),
         "collectives": list(_describe_collectives(program, starts, passes, found)),
         "kept": [facts(node).param for node in program.calls(ops.KEEP)],
-        "secondary": [facts(node).param for node in program.calls(ops.KEEP_SHARD)],
+        "secondary": _secondary(program),
         "wire_bytes": sum(facts(start).wire_bytes for start in starts),
         "across_nodes_bytes": sum(map(program.bytes_across_nodes, starts)),
         "peak_full_bytes": peak_full_bytes(program),
@@ -161,6 +161,14 @@ def printable(value: Any, names: Mapping[fx.Node, str]) -> Json:
     if isinstance(value, (float, complex, torch.dtype, torch.SymInt)):
         return str(value).removeprefix("torch.")
     return type(value).__name__
+
+
+def _secondary(program: Program) -> list[str]:
+    """Parameters of which a forward leaves secondary shards."""
+    coded = filter(ops.keeps_codes, program.calls(ops.UNSHARD_START))
+    return [facts(node).param for node in program.calls(ops.KEEP_SHARD)] + [
+        name for start in coded for name in facts(start).members
+    ]
 
 
 def _describe_input(node: fx.Node, name: str) -> dict[str, Json]:

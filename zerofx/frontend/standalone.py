@@ -37,9 +37,9 @@ _LARGEST_CONSTANT = 256
 _VIEW = torch.ops.aten.view.default
 # Most arguments that `plain_ops` knows the meaning of.
 _NUM_ARGUMENTS: dict[Any, int] = {
-    ops.UNSHARD_START: 2,
+    ops.UNSHARD_START: 4,
     ops.UNSHARD_WAIT: 4,
-    ops.REDUCE_START: 3,
+    ops.REDUCE_START: 4,
     ops.REDUCE_WAIT: 2,
     ops.FREE: 2,
     ops.KEEP: 3,

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from zerofx.ir import ops
 from zerofx.ir.edit import Editor
-from zerofx.ir.facts import facts
+from zerofx.ir.facts import NODE, facts
 from zerofx.ir.kernels import (
     KernelSpec,
     ReduceKernels,
@@ -77,7 +77,10 @@ def kernels_at(program: Program, node: fx.Node) -> tuple[KernelSpec, ...]:
         return ()
     if ops.is_call(start, ops.UNSHARD_START):
         gather = gather_kernels(program, start)
-        return (gather.unpack,) if waits else (gather.pack,)
+        if waits:
+            return (gather.unpack,)
+        # Inside the node codes that are there are sent.
+        return () if facts(start).axis == NODE else (gather.pack,)
     reduction = reduction_kernels(program, start)
     if waits:
         return (reduction.unpack,)
@@ -104,6 +107,9 @@ def sent(program: Program, start: fx.Node) -> Sent:
 
     With replicas the shards of the mean are then all-reduced, which is exact.
     """
+    if facts(start).axis == NODE:
+        kept, others = kept_codes(program, start), specs_of(program, start)[0].layout.node_size - 1
+        return Sent(others * kept.wire_bytes, others * kept.scale_bytes)
     if ops.is_call(start, ops.UNSHARD_START):
         kernels = gather_kernels(program, start)
         return _times(kernels.pack.parcels, kernels.unpack.parcels.num - 1)
@@ -123,6 +129,15 @@ def sent(program: Program, start: fx.Node) -> Sent:
         sum(each.wire_bytes for each in found) + all_reduced,
         sum(each.scale_bytes for each in found),
     )
+
+
+def kept_codes(program: Program, start: fx.Node) -> Sent:
+    """What a rank keeps of the codes of a gather: each member in parcels of its own."""
+    found = [
+        _times(gather_kernels(program, start, [place]).unpack.parcels, spec.layout.num_nodes)
+        for place, spec in enumerate(specs_of(program, start))
+    ]
+    return Sent(sum(each.wire_bytes for each in found), sum(each.scale_bytes for each in found))
 
 
 def note_sent(edit: Editor, start: fx.Node) -> None:

@@ -128,7 +128,7 @@ def plan_codes(
         weighed: whether codes pay; by default they are wanted in any case.
     """
     reasons = {
-        spec.name: _reason(spec, codecs, patterns)
+        spec.name: why_exact(spec, codecs, patterns)
         for spec in sorted(program.params.values(), key=lambda spec: spec.index)
     }
     if weighed is not None and not weighed.pays:
@@ -160,7 +160,7 @@ def send_codes(edit: Editor, plan: QuantizePlan, starts: Iterable[fx.Node], code
         note_sent(edit, made)
 
 
-def _reason(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
+def why_exact(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
     """Why a parameter stays exact; empty if it does not."""
     if not spec.layout.sharded:
         return "replicated"

@@ -55,9 +55,9 @@ class QuantizeUnshards(Pass):
         plan = plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
         if program.region is not Region.BACKWARD:
             return plan
-        # With secondary shards backward gathers inside the node what forward decoded: codes of that
-        # would lose twice.
-        inside = [start for start in plan.quantized if _has_secondary(program, start)]
+        # Where secondary shards are numbers, backward gathers inside the node what forward decoded:
+        # codes of that would lose twice.
+        inside = [start for start in plan.quantized if _has_numbers(program, start)]
         exact = tuple(Exact(facts(start).param, "inside the node") for start in inside)
         quantized = tuple(start for start in plan.quantized if start not in inside)
         return dataclasses.replace(plan, quantized=quantized, exact=plan.exact + exact)
@@ -67,9 +67,9 @@ class QuantizeUnshards(Pass):
         send_codes(edit, plan, edit.program.calls(UNSHARD_START), plan.codecs[0])
 
 
-def _has_secondary(program: Program, start: fx.Node) -> bool:
+def _has_numbers(program: Program, start: fx.Node) -> bool:
     spec = program.spec(waits_of(start)[0])
-    return spec is not None and spec.layout.secondary
+    return spec is not None and spec.layout.secondary and not spec.layout.secondary_codes
 
 
 def _dtype(start: fx.Node) -> torch.dtype:

@@ -251,6 +251,7 @@ class Session:
             reduce_dtype=wire,
             node_size=(shard if num_shards > 1 else self.world).node_size,
             secondary=node is not None,
+            secondary_codes=node is not None and self.config.secondary_shards == "codes",
         )
         whole = Layout(
             new_handle(),
