@@ -224,8 +224,8 @@ class ZeroConfig:
             )
         if self.secondary_shards and self.stage != 3:
             raise ConfigError(
-                f"option secondary_shards={self.secondary_shards!r} has no meaning at stage {self.stage}, where "
-                "parameters are not sharded between forward and backward",
+                f"option secondary_shards={self.secondary_shards!r} has no meaning at stage "
+                f"{self.stage}, where parameters are not sharded between forward and backward",
                 'use backend="zero3", or leave secondary_shards out',
             )
         if self.mesh is not None and self.mesh.ndim not in (1, 2):

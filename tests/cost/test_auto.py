@@ -120,7 +120,7 @@ def test_explain_says_why() -> None:
 def test_refused_where_nothing_travels_as_codes() -> None:
     with pytest.raises(ConfigError, match=r"option quantize has no meaning at stage 0"):
         pipeline(ZeroConfig(stage=0, quantize="auto"), 0)
-    with pytest.raises(ConfigError, match=r"quantize='always'.*\"auto\""):
+    with pytest.raises(ConfigError, match=r"(?s)quantize='always'.*\"auto\""):
         ZeroConfig(quantize="always")  # type: ignore[arg-type]
 
 
@@ -140,15 +140,13 @@ def _sent(rows: tuple[int, int], folder: str) -> tuple[set[torch.dtype], set[tor
 
 
 def test_ranks_do_what_rank_0_finds(tmp_path: Path) -> None:
-    few, many = 2, 1 << 15
+    few, many = 2, 2048
     machine = Machine("cpu", Roofline(), Link(1e9, 1e-4))
     config = ZeroConfig(quantize="auto", inner="eager")
     assert not any(_pays(machine, config, many).values()), "of its own the other rank would not"
-    for trained, evaluated in run_ranks(2, _sent, (few, 512), str(tmp_path), timeout=120):
+    for trained, evaluated in run_ranks(2, _sent, (few, many), str(tmp_path), timeout=120):
         assert torch.uint8 in trained and torch.uint8 in evaluated
     (report, *_) = sorted(tmp_path.glob("graph*/report.json"))
     programs = json.loads(report.read_text())["programs"]
-    plans = {
-        each["name"]: each["plan"] for program in programs for each in program["passes"]
-    }
+    plans = {each["name"]: each["plan"] for program in programs for each in program["passes"]}
     assert plans[WEIGHTS]["weighed"]["pays"] and plans[GRADS]["reasons"][0][1].startswith("codes")

@@ -207,21 +207,36 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
     worst = sorted(found, key=lambda each: -each.exposed)
     shown, rest = worst[:_MOST_ROWS], worst[_MOST_ROWS:]
     width = min(44, max(len(each.name) for each in shown))
-    yield f"{'collective':<{width}}  {'in':<8} {'sends':>8} {'hidden':>8} {'exposed':>8}"
+    wires = any(each.scale_bytes or each.across_bytes for each in found)
+    more = f" {'scales':>8} {'inside':>8} {'across':>8}" if wires else ""
+    yield f"{'collective':<{width}}  {'in':<8} {'sends':>8}{more} {'hidden':>8} {'exposed':>8}" + (
+        "  as" if wires else ""
+    )
     for each in shown:
-        yield _collective(each.name[:width].ljust(width), each.region, [each])
+        yield _collective(each.name[:width].ljust(width), each.region, [each], wires)
     if rest:
-        yield _collective(f"{len(rest)} others".ljust(width), "", rest)
-    yield _collective("all".ljust(width), "", found)
+        yield _collective(f"{len(rest)} others".ljust(width), "", rest, wires)
+    yield _collective("all".ljust(width), "", found, wires)
+    if wires:
+        yield "inside and across a rank's node, if messages take two hops; scales are part of sends"
 
 
-def _collective(name: str, region: str, found: Sequence[CollectiveTime]) -> str:
-    sent = show_bytes(sum(each.wire_bytes for each in found))
+def _collective(name: str, region: str, found: Sequence[CollectiveTime], wires: bool) -> str:
+    """A row; with `wires` also what is sent, and where to."""
+    total, across = (
+        sum(values)
+        for values in ([each.wire_bytes for each in found], [each.across_bytes for each in found])
+    )
+    sent, more, dtype = show_bytes(total), "", ""
+    if wires:
+        sizes = (sum(each.scale_bytes for each in found), total - across, across)
+        more = "".join(f" {show_bytes(size):>8}" for size in sizes)
+        dtype = "  " + ", ".join(dict.fromkeys(each.wire_dtype for each in found))
     hidden, exposed = (
         show_seconds(sum(values))
         for values in ([each.hidden for each in found], [each.exposed for each in found])
     )
-    return f"{name}  {region:<8} {sent:>8} {hidden:>8} {exposed:>8}"
+    return f"{name}  {region:<8} {sent:>8}{more} {hidden:>8} {exposed:>8}{dtype}"
 
 
 def _changes(found: Search) -> Iterator[str]:

@@ -114,8 +114,17 @@ class Rehearsal:
         return made[0], made[1]
 
 
-def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> list[ParamSpec]:
-    """Parameters as `config` lays them out on `num_ranks` ranks.
+def lay_out(
+    params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int, *, codes_are_kept: bool = True
+) -> list[ParamSpec]:
+    """Parameters as `config` lays them out.
+
+    Args:
+        params: of the model.
+        config: stage and options.
+        num_ranks: W.
+        codes_are_kept: with `secondary_shards="codes"`, whether there are any: `quantize="auto"`
+            may have found that numbers travel.
 
     Raises:
         UnsupportedError: the replicas do not divide the ranks, or secondary shards could not serve.
@@ -129,7 +138,7 @@ def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> 
         )
         for spec in params
     ]
-    if not sharded.secondary_codes or config.weight_codec is None:
+    if not (codes_are_kept and sharded.secondary_codes) or config.weight_codec is None:
         return laid
     codec = Codec.parse(config.weight_codec)
     return [

@@ -27,6 +27,7 @@ from zerofx.frontend.predict import (
     round_seconds,
 )
 from zerofx.ir import ops
+from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -221,6 +222,7 @@ def _describe_collectives(
             "layout": program.params[record.members[0]].layout.name if record.members else "",
             "axis": record.axis,
             "codecs": list(ops.codecs(start)),
+            "wire_dtype": wire_dtype(program, start),
             "wire_bytes": record.wire_bytes,
             "across_nodes_bytes": program.bytes_across_nodes(start),
             "scale_bytes": record.scale_bytes,

@@ -31,10 +31,12 @@ class Sent:
     Attributes:
         wire_bytes: all of them.
         scale_bytes: those that are no codes.
+        across_bytes: those that leave its node.
     """
 
     wire_bytes: int = 0
     scale_bytes: int = 0
+    across_bytes: int = 0
 
 
 def gather_kernels(
@@ -107,27 +109,31 @@ def sent(program: Program, start: fx.Node) -> Sent:
 
     With replicas the shards of the mean are then all-reduced, which is exact.
     """
+    layout = specs_of(program, start)[0].layout
     if facts(start).axis == NODE:
-        kept, others = kept_codes(program, start), specs_of(program, start)[0].layout.node_size - 1
+        kept, others = kept_codes(program, start), layout.node_size - 1
         return Sent(others * kept.wire_bytes, others * kept.scale_bytes)
     if ops.is_call(start, ops.UNSHARD_START):
         kernels = gather_kernels(program, start)
-        return _times(kernels.pack.parcels, kernels.unpack.parcels.num - 1)
+        once = _times(kernels.pack.parcels, kernels.unpack.parcels.num - 1)
+        across = layout.sent_across(once.wire_bytes, reduces=False)
+        return dataclasses.replace(once, across_bytes=across)
     kernels = reduction_kernels(program, start)
     parcels = kernels.pack.parcels
-    found = [_times(parcels, parcels.num - 1)]
     if kernels.repack is not None:
-        found = [
-            _times(parcels, parcels.num - parcels.num_nodes),
-            _times(kernels.unpack.parcels, parcels.num_nodes - 1),
-        ]
+        first = _times(parcels, parcels.num - parcels.num_nodes)
+        last = _times(kernels.unpack.parcels, parcels.num_nodes - 1)
+    else:
+        first, last = Sent(), _times(parcels, parcels.num - 1)
+    across = last.wire_bytes if layout.node_size < layout.num_shards else 0
     all_reduced = sum(
         all_reduced_numel(spec) * member.dtype.itemsize
         for spec, member in zip(specs_of(program, start), parcels.members, strict=True)
     )
     return Sent(
-        sum(each.wire_bytes for each in found) + all_reduced,
-        sum(each.scale_bytes for each in found),
+        first.wire_bytes + last.wire_bytes + all_reduced,
+        first.scale_bytes + last.scale_bytes,
+        across + all_reduced,
     )
 
 
@@ -138,6 +144,19 @@ def kept_codes(program: Program, start: fx.Node) -> Sent:
         for place, spec in enumerate(specs_of(program, start))
     ]
     return Sent(sum(each.wire_bytes for each in found), sum(each.scale_bytes for each in found))
+
+
+def wire_dtype(program: Program, start: fx.Node) -> str:
+    """What a collective sends: a codec, two of them for two hops, or a dtype."""
+    names = ops.codecs(start)
+    gathers = ops.is_call(start, ops.UNSHARD_START)
+    if names:
+        both = not gathers and reduction_kernels(program, start).repack is not None
+        return " → ".join(dict.fromkeys(names if both else names[:1]))
+    spec = program.params.get(next(iter(facts(start).members), ""))
+    stated = None if gathers or spec is None else spec.layout.reduce_dtype
+    dtypes = [stated or _dtype(n) for n in (ops.waits_of if gathers else ops.gradients)(start)]
+    return ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def note_sent(edit: Editor, start: fx.Node) -> None:

@@ -216,7 +216,11 @@ class Parcels:
             For codes, scales and lows: their first byte here, how many there are, and the first
             byte there.
         """
-        codec, first, blocks = self.codec, self.first_blocks[number], self.blocks_of(self.members[number])
+        codec, first, blocks = (
+            self.codec,
+            self.first_blocks[number],
+            self.blocks_of(self.members[number]),
+        )
         here, there = self.num_blocks * codec.block_bytes, blocks * codec.block_bytes
         found = [(first * codec.block_bytes, there, 0)]
         for each in range(codec.num_params):

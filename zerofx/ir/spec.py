@@ -162,7 +162,7 @@ class ParamSpec:
 
     @property
     def secondary_bytes(self) -> int:
-        """Bytes of a rank's secondary shard: in codes, those of as many ranks as there are nodes."""
+        """Bytes of a rank's secondary shard; in codes, the parcels of one rank for each node."""
         if not self.secondary_codec or not self.layout.secondary:
             return self.secondary_numel * self.full_dtype.itemsize
         codec = Codec.parse(self.secondary_codec)

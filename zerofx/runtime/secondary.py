@@ -38,6 +38,11 @@ class SecondaryShards:
         self.comm = comm
         self._copies: weakref.WeakKeyDictionary[ParamState, _Copy] = weakref.WeakKeyDictionary()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all secondary shards on this rank."""
+        return sum(copy.shard.nbytes for copy in self._copies.values())
+
     def put(self, state: ParamState, full: Tensor) -> None:
         """Keep this rank's part of `full`, the value of `state`'s parameter as it is now.
 

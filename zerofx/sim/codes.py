@@ -34,7 +34,7 @@ def gather_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[fx.
 
 
 def split_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[str, list[Tensor]]:
-    """By parameter, the part of its codes that each rank keeps: parcels of as many ranks as nodes."""
+    """By parameter, what each rank keeps of its codes: the parcels of one rank for each node."""
     specs, kept = specs_of(program, start), dict[str, list[Tensor]]()
     num, size = specs[0].layout.num_shards, specs[0].layout.node_size
     for place, (spec, chunks) in enumerate(zip(specs, _padded(specs, shards), strict=True)):
