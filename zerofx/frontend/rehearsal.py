@@ -25,12 +25,15 @@ from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_plain
 from zerofx.frontend.watch import GraphWatcher
+from zerofx.frontend.weigh import Weighing, decided, weigh
 from zerofx.ir.facts import facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
+from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
+from zerofx.passes.quantize import why_exact
 from zerofx.runtime.axes import layouts_of
 from zerofx.runtime.comm import node_size_of
 from zerofx.runtime.secondary import check_nodes
@@ -66,6 +69,7 @@ class Rehearsal:
         num_ranks: int,
         readers: Sequence[Reader] = (),
         machine: Machine | None = None,
+        weighing: Weighing | None = None,
     ) -> tuple[Program, Program]:
         """Forward and backward as they would run.
 
@@ -73,42 +77,75 @@ class Rehearsal:
             config: stage and options; `inner` is that of the rehearsal.
             num_ranks: W.
             readers: are told what each pass does.
-            machine: that they are told predictions for; by default a typical one.
+            machine: where they would run; by default a typical one.
+            weighing: whether codes pay; by default what `weighed` finds.
         """
-        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
-        passes = pipeline(config, _WHOLE)
         machine = machine or machine_of(self.device.type)
+        if weighing is None:
+            weighing = self.weighed(config, num_ranks, machine)
+        passes = decided(pipeline(config, _WHOLE), weighing)
         setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
-        made: list[Program] = []
-        for half in (self.forward, self.backward):
-            used = {name: params[name] for name in half.params}
-            module = copy_module(half.module)
-            _relay(module, used)
-            program = dataclasses.replace(half, module=module, params=used, stage=config.stage)
-            made.append(program)
+        made = self._halves(config, num_ranks)
+        for program in made:
             if dump is not None:
                 dump.begin(program)
             run_passes(program, passes, check=False, observer=dump)
             if dump is not None:
                 dump.end(program)
+        return made
+
+    def weighed(self, config: ZeroConfig, num_ranks: int, machine: Machine) -> Weighing:
+        """Whether codes pay, if `config` leaves that open."""
+        if config.quantize != "auto":
+            return {}
+        halves = self._halves(config, num_ranks)
+        return weigh(pipeline(config, _WHOLE), halves, machine, fused=self.inner == "inductor")
+
+    def _halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
+        """Forward and backward before their passes."""
+        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
+        made: list[Program] = []
+        for half in (self.forward, self.backward):
+            used = {name: params[name] for name in half.params}
+            module = copy_module(half.module)
+            _relay(module, used)
+            made.append(dataclasses.replace(half, module=module, params=used, stage=config.stage))
         return made[0], made[1]
 
 
-def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> list[ParamSpec]:
-    """Parameters as `config` lays them out on `num_ranks` ranks.
+def lay_out(
+    params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int, *, codes_are_kept: bool = True
+) -> list[ParamSpec]:
+    """Parameters as `config` lays them out.
+
+    Args:
+        params: of the model.
+        config: stage and options.
+        num_ranks: W.
+        codes_are_kept: with `secondary_shards="codes"`, whether there are any: `quantize="auto"`
+            may have found that numbers travel.
 
     Raises:
         UnsupportedError: the replicas do not divide the ranks, or secondary shards could not serve.
     """
     sharded, whole = _layouts(config, num_ranks)
     least = max(1, config.min_shard_numel)
-    return [
+    laid = [
         dataclasses.replace(
             spec,
             layout=sharded if spec.shape and spec.numel >= least and sharded.sharded else whole,
         )
         for spec in params
+    ]
+    if not (codes_are_kept and sharded.secondary_codes) or config.weight_codec is None:
+        return laid
+    codec = Codec.parse(config.weight_codec)
+    return [
+        dataclasses.replace(spec, secondary_codec=codec.name)
+        if not why_exact(spec, [codec], config.quantize_exact)
+        else spec
+        for spec in laid
     ]
 
 

@@ -83,7 +83,8 @@ def layouts_of(
         config.stage in (1, 2),
         reduce_dtype=config.reduce_dtype,
         node_size=node_sizes[0],
-        secondary=config.secondary_shards,
+        secondary=bool(config.secondary_shards),
+        secondary_codes=config.secondary_shards == "codes",
     )
     whole = Layout(
         handles[1],
