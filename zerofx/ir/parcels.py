@@ -62,8 +62,8 @@ class Codec:
         if self.code not in get_args(Code) or self.rounding not in get_args(Rounding):
             raise ConfigError(
                 f"codec {self.code!r} with rounding {self.rounding!r} does not exist",
-                f'{_nearest(self.code, get_args(Code))}codes are "int8", "int4" and "fp8", roundings "nearest" and '
-                '"stochastic"',
+                _nearest(self.code, get_args(Code))
+                + 'codes are "int8", "int4" and "fp8", roundings "nearest" and "stochastic"',
             )
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             near = min(_BLOCKS, key=lambda size: abs(size - self.block))
@@ -94,8 +94,9 @@ class Codec:
             names = list(map("".join, itertools.product(get_args(Code), sizes, ends)))
             raise ConfigError(
                 f"{text!r} is no codec",
-                f'{_nearest(text, names)}write "int8", "int4" or "fp8", then if need be "x128" for blocks '
-                'of 128 numbers, ".asymmetric", ".stochastic"',
+                _nearest(text, names)
+                + 'write "int8", "int4" or "fp8", then if need be "x128" for blocks of 128 '
+                'numbers, ".asymmetric", ".stochastic"',
             )
         code, block, asymmetric, stochastic = found.groups()
         rounding: Rounding = "stochastic" if stochastic else "nearest"
