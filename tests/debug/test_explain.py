@@ -204,7 +204,7 @@ def test_codes_and_hops_of_collectives() -> None:
     text, coded = found(quantize_weights="int8x64", quantize_gradients=("int8x64", "int4x64"))
     assert exact["unshardforward"].wire_dtype == "float32" and "as" in numbers.split()
     gather, reduce = coded["unshardforward"], coded["reducebackward"]
-    assert gather.wire_dtype == "int8x64" and "int8x64 → int4x64" == reduce.wire_dtype
+    assert gather.wire_dtype == "int8x64" and reduce.wire_dtype == "int8x64 → int4x64"
     assert reduce.wire_dtype in text
     assert gather.scale_bytes > 0 == exact["unshardforward"].scale_bytes
     # Four ranks, two a node: of three chunks one leaves the node.
