@@ -197,7 +197,8 @@ def test_codes_and_hops_of_collectives() -> None:
 
     def found(**options: Any) -> tuple[str, dict[str, Any]]:
         each = explained(**base, **options)
-        by_kind = {c.name.partition(".")[0] + c.region: c for c in each.collectives}
+        sizes = sorted(each.collectives, key=lambda one: one.wire_bytes)
+        by_kind = {one.name.partition(".")[0] + one.region: one for one in sizes}
         return rows(each)["collectives"], by_kind
 
     numbers, exact = found()
