@@ -10,20 +10,22 @@ once a step, one step late.
 from __future__ import annotations
 
 import collections
-import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from zerofx.errors import DivergedError
+from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
+from zerofx.runtime.roll_call import RollCall
 
 _KEPT = 4096
 _SLOTS = 4
 _ANSWER_SECONDS = 10.0
+_SETTLE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
 _RANK_REMEDY = (
     "every rank must run the same modules in the same order; look for control flow that depends "
     "on the rank or on its data"
@@ -32,6 +34,9 @@ _RANK_REMEDY = (
 
 class Journal:
     """Collectives of one sharded model on this rank. Threads may share it.
+
+    Attributes:
+        roll_call: how ranks ask for each other's journals.
 
     Args:
         key: prefix in the store, the same on all ranks.
@@ -60,19 +65,50 @@ class Journal:
         self._plans = 0
         self._steps: collections.deque[str] = collections.deque(maxlen=2)
         self._num_steps = 0
-        self._questions = 0
-        self._answered = b""
+        self._drops = 0
+        self._closed: ZeroFxError | None = None
+        self._question = 0
+        self.roll_call = RollCall(f"{key}/hang", store, rank, num_ranks)
         suspects = f", the model's or that of the added passes {', '.join(passes)}"
         self._remedy = _RANK_REMEDY + (suspects if passes else "")
 
     def record(self, kind: str, name: str) -> int:
-        """Note a collective; returns the tag for its messages (31 bits)."""
+        """Note a collective; returns the tag for its messages (31 bits).
+
+        Raises:
+            ZeroFxError: the journal was closed.
+        """
+        if self._closed is not None:
+            raise self._closed
         entry = f"{kind} of {name}"
         with self._lock:
             self._recent.append(entry)
             self._count += 1
             self._checksum = zlib.crc32(entry.encode(), self._checksum)
             return self._checksum & 0x7FFFFFFF
+
+    def close(self, error: ZeroFxError) -> None:
+        """This rank is out of step: `error` takes the place of every further collective."""
+        self._closed = error
+
+    def drop_step(self, seconds: float) -> list[int]:
+        """This rank drops a step midway; returns the ranks that did not say so, at the same place.
+
+        Args:
+            seconds: how long to wait for them.
+        """
+        self._drops += 1
+        key = f"{self._key}/dropped{self._drops}"
+        with self._lock:
+            place = f"{self._count} {self._checksum}"
+        self._store.set(f"{key}/{self._rank}", place)
+        others = [peer for peer in range(self._num_ranks) if peer != self._rank]
+        give_up = time.monotonic() + seconds
+        while others and time.monotonic() < give_up:
+            if self._store.check([f"{key}/{peer}" for peer in others]):
+                return [p for p in others if self._store.get(f"{key}/{p}").decode() != place]
+            time.sleep(_POLL_SECONDS)
+        return [peer for peer in others if not self._store.check([f"{key}/{peer}"])]
 
     def compare_plans(self, plan: str) -> None:
         """Publish `plan` and compare it with rank 0's; blocks until all ranks publish theirs.
@@ -136,20 +172,19 @@ class Journal:
             )
 
     def explain_hang(self) -> list[str]:
-        """Publish this journal, ask for the others, and compare with those that are there.
+        """Ask the other ranks for their journals, and compare with those that are there.
 
         Returns:
-            What to say of the ranks that issued fewer collectives: they are late, or stuck where
-            zerofx cannot see it.
+            What to say of the ranks that issued fewer collectives, or did not answer the last time
+            either: they are late, or stuck where zerofx cannot see it.
 
         Raises:
             DivergedError: another rank issued other collectives; the first differences are listed.
         """
-        mine = self._publish()
-        self._questions += 1
-        self._store.set(f"{self._key}/hang/asked", f"{self._rank} {self._questions}")
-        late = []
-        for peer, theirs in self._published():
+        before, self._question = self._question, self.roll_call.ask()
+        mine = self._answer()
+        late = [f"rank {peer} does not answer" for peer in self.roll_call.silent(before)]
+        for peer, theirs in self.roll_call.answers():
             difference = _first_difference(
                 mine["recent"], mine["count"], theirs["recent"], theirs["count"]
             )
@@ -175,17 +210,37 @@ class Journal:
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
             self.explain_hang()
-            time.sleep(0.05)
+            time.sleep(_POLL_SECONDS)
+
+    def explain_failure(self, seconds: float) -> None:
+        """A collective failed: compare journals, and call the roll for so many seconds at most.
+
+        Raises:
+            DivergedError: another rank issued other collectives.
+            RankGoneError: ranks did not answer; once all others know.
+        """
+        start, question = time.monotonic(), self.roll_call.ask()
+        try:
+            self.explain_within(min(seconds, _SETTLE_SECONDS))
+            while silent := self.roll_call.silent(question):
+                self.roll_call.refuse_gone()
+                if time.monotonic() > start + seconds:
+                    self.roll_call.declare_gone(silent, seconds)
+                time.sleep(_POLL_SECONDS)
+            self.roll_call.refuse_gone()
+        except RankGoneError as error:
+            self.roll_call.wait_until_known(error.ranks, seconds)
+            raise
 
     def answer(self) -> None:
-        """Publish this journal if another rank asked for it since the last time."""
-        key = f"{self._key}/hang/asked"
-        if self._num_ranks == 1 or not self._store.check([key]):
-            return
-        question = self._store.get(key)
-        if question != self._answered:
-            self._answered = question
-            self._publish()
+        """Publish this journal if another rank asked for it since the last time.
+
+        Raises:
+            RankGoneError: another rank found that ranks are gone.
+        """
+        self.roll_call.refuse_gone()
+        if self.roll_call.is_asked():
+            self._answer()
 
     def last(self) -> str:
         """The collective issued last."""
@@ -201,18 +256,12 @@ class Journal:
         self._store.set(f"{key}/odd", str(odd))
         return odd
 
-    def _publish(self) -> dict[str, Any]:
+    def _answer(self) -> dict[str, Any]:
         last = self.last()
         with self._lock:
             record = {"count": self._count, "recent": list(self._recent), "last": last}
-        self._store.set(f"{self._key}/hang/{self._rank}", json.dumps(record))
+        self.roll_call.answer(record)
         return record
-
-    def _published(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for peer in range(self._num_ranks):
-            key = f"{self._key}/hang/{peer}"
-            if peer != self._rank and self._store.check([key]):
-                yield peer, json.loads(self._store.get(key).decode())
 
 
 def _first_difference(

@@ -85,6 +85,7 @@ class Session:
             config.added_passes,
         )
         self._watch = Watch(self.journal, config.hang_timeout)
+        self._watch.start()
         if copied is not None:
             network = copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
@@ -134,6 +135,7 @@ class Session:
 
         Raises:
             DivergedError: the ranks issued different collectives.
+            RankGoneError: ranks ended.
         """
         while not pending.done:
             self.advance(pending)
@@ -141,7 +143,12 @@ class Session:
 
     def advance(self, pending: Pending) -> None:
         """Wait for the hop under way, and start the next one if there is one."""
-        pending.advance(self._wait_for)
+        with self.explained():
+            pending.advance(self._wait_for)
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Say why a collective failed, if ranks issued different ones or are gone."""
+        return self._watch.explained()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
@@ -187,7 +194,7 @@ class Session:
         stale = buffers if changed else ()
         if stale and self.world.size > 1:
             self.journal.record("broadcast", f"{len(stale)} buffers")
-            with torch.no_grad(), self._watch.explained():
+            with torch.no_grad(), self.explained():
                 collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
         self.buffers_agree(stale)
 
@@ -207,7 +214,7 @@ class Session:
         whole, parts = mixed_gradients(state.param for state in self.states)
         if whole and parts and self.world.size > 1:
             self.journal.record("all_reduce", "overflow")
-            with torch.no_grad(), self._watch.explained():
+            with torch.no_grad(), self.explained():
                 share_overflow(whole, parts, self.world.group)
 
     def _all_tagged(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+
+_MIB = 1 << 20
 
 
 class StepReport:
@@ -21,6 +24,8 @@ class StepReport:
         scaler: which knows of skipped steps.
         every: steps between two lines; 0: none, or one each step if times are asked for.
         timed: whether to take times. Devices are waited for then, which slows training down.
+        weighed: whether to show memory: what a GPU has allocated, and most of it so far; else the
+            most that the process ever had resident.
         write: where rank 0's lines go.
     """
 
@@ -31,11 +36,12 @@ class StepReport:
         *,
         every: int = 0,
         timed: bool = False,
+        weighed: bool = False,
         write: Callable[[str], None] = print,
     ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
-        self._every = every or int(timed)
-        self._timed = timed
+        self._every = every or int(timed or weighed)
+        self._timed, self._weighed = timed, weighed
         self._write_line = write
         self._seconds: dict[str, float] = {}
         self._steps = self._skipped = 0
@@ -71,10 +77,18 @@ class StepReport:
         parts += [
             f"{part}={1000 * spent / self._every:.2f} ms" for part, spent in self._seconds.items()
         ]
-        return ", ".join(parts)
+        return ", ".join([*parts, *(_memory() if self._weighed else ())])
 
 
 def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def _memory() -> list[str]:
+    if torch.cuda.is_available():
+        now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        return [f"allocated={now / _MIB:.0f} MiB", f"peak={most / _MIB:.0f} MiB"]
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return [f"peak={most / _MIB:.0f} MiB"]

@@ -76,13 +76,17 @@ def from_deepspeed(
         batch=batch,
         optimizer=optimizer_choice(settings),
         shape=shape_choice(settings),
+        last_step=settings.get("scheduler.params.last_batch_iteration", -1),
         scaling=_scaling(settings, dtype),
         autocast_dtype=_autocast_dtype(settings),
         gradient_clipping=float(settings.get("gradient_clipping", 1.0)),
         steps_per_print=settings.get("steps_per_print", 0),
         wall_clock_breakdown=settings.get("wall_clock_breakdown", False),
+        memory_breakdown=settings.get("memory_breakdown", False),
         dump_state=settings.get("dump_state", False),
         gathers_on_save=_gathers_on_save(settings),
+        drop_last=settings.get("dataloader_drop_last", False),
+        allows_unused=settings.get("zero_optimization.ignore_unused_parameters", True),
         rows=settings.rows,
     )
 

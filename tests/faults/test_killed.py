@@ -1,0 +1,38 @@
+"""A rank that is killed in the middle of a step: the others end with an error that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.dying import Stage, train
+from tests.ranks import RanksFailed, run_ranks
+
+
+@pytest.mark.parametrize(
+    "num_ranks, stage, point, doomed",
+    [
+        (2, 3, "forward", 1),
+        (2, 2, "backward", 0),
+        (2, 1, "optimizer", 1),
+        (2, 0, "between", 1),
+        (4, 3, "backward", 2),
+        (4, 2, "forward", 0),
+    ],
+)
+def test_the_others_name_it(num_ranks: int, stage: int, point: Stage, doomed: int) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(num_ranks, train, stage, doomed, point, timeout=60)
+    failures = failed.value.failures
+    kinds = {rank: failure.kind for rank, failure in failures.items()}
+    assert kinds.pop(doomed) == "Died"
+    others = set(range(num_ranks)) - {doomed}
+    assert kinds == dict.fromkeys(others, "RankGoneError"), str(failed.value)
+    for rank in others:
+        assert failures[rank].message.startswith(f"rank {doomed} is gone: no answer for 1 s")
+
+
+def test_ranks_that_do_not_talk_to_it_learn_of_it() -> None:
+    """Two hops: rank 3 and rank 0 share neither node nor column."""
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(4, train, 3, 0, "forward", ranks_per_node=2, timeout=60)
+    assert failed.value.failures[3].message.startswith("rank 0 is gone")
