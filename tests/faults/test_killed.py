@@ -16,7 +16,6 @@ from tests.ranks import RanksFailed, run_ranks
         (2, 1, "optimizer", 1),
         (2, 0, "between", 1),
         (4, 3, "backward", 2),
-        (4, 2, "forward", 0),
     ],
 )
 def test_the_others_name_it(num_ranks: int, stage: int, point: Stage, doomed: int) -> None:

@@ -6,8 +6,11 @@ Ranks limit their own address space, so that the allocator itself fails; nothing
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from tests.hard.pair import EAGER, draw, full
 from tests.ranks import RanksFailed, run_ranks
 from zerofx.errors import OutOfMemoryError
+from zerofx.runtime.handles import live_sessions
 
 WIDTH, ROWS = 1 << 11, 1 << 12  # 32 MiB of weights
 _ROOM = 12 << 20
@@ -27,6 +31,7 @@ OPTIONS = {**EAGER, "hang_timeout": 1.0}
 @contextlib.contextmanager
 def _little_memory() -> Iterator[None]:
     """Let this process allocate no more than 12 MiB."""
+    gc.collect()
     with open("/proc/self/statm") as pages:
         used = int(pages.read().split()[0]) * resource.getpagesize()
     old = resource.getrlimit(resource.RLIMIT_AS)
@@ -66,6 +71,7 @@ def _recovers(stage: int, where: str) -> str:
     """Every rank runs out of memory in the same place; the next step is as if nothing had been."""
     model, step = _trained(stage)
     wanted = _gradients(model)
+    message = "memory sufficed"
     try:
         if where == "computation":
             with _little_memory():
@@ -85,55 +91,51 @@ def _recovers(stage: int, where: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_all_ranks_in_a_computation(stage: int) -> None:
-    for rank, message in enumerate(run_ranks(2, _recovers, stage, "computation")):
+def test_all_ranks_in_a_computation() -> None:
+    for rank, message in enumerate(run_ranks(2, _recovers, 3, "computation")):
         assert message.startswith(f"rank {rank} runs out of memory in computation in ")
         assert "you tried to allocate" in message and "take smaller batches" in message
-        assert "prefetch_bytes" in message if stage == 3 else 'use backend="zero2"' in message
-        assert "The model can go on" in message
+        assert "prefetch_bytes" in message and "The model can go on" in message
 
 
 def test_all_ranks_in_a_backward() -> None:
     for message in run_ranks(2, _recovers, 2, "backward"):
         assert "runs out of memory in" in message and "The model can go on" in message
+        assert 'use backend="zero3"' in message
 
 
-def _first_gather(alone: bool) -> str:
-    """Of a model whose large layer was never gathered."""
-    _trained(3)  # what torch allocates once in a process
-    model = Wide()
-    step: Any = torch.compile(model, backend="zero3", options={**OPTIONS, "prefetch_bytes": 0})
-    step(draw(3, 8)).backward()
+def _first_gather(folder: str) -> str:
+    """Of a model that has no memory for gathered values yet; with a folder, on rank 1 alone."""
+    model, step = _trained(3)
     model.zero_grad()
-    limited = _little_memory() if not alone or dist.get_rank() == 1 else contextlib.nullcontext()
-    session: Any = model.large.weight._zerofx_owner.state.domain.session
+    (session,) = (s for s in live_sessions() if s.root() is model)
     session.pool.abandon()
+    message = "memory sufficed"
+    limited = contextlib.nullcontext() if folder and dist.get_rank() == 0 else _little_memory()
     try:
         with limited:
             step(draw(3, 8)).backward()
     except OutOfMemoryError as error:
         message = str(error)
-        if not alone:
-            step(draw(3, 8)).backward()
-            return message
+    if folder:
         with pytest.raises(OutOfMemoryError, match="cannot go on"):
             step(draw(3, 8))
-        raise
-    return ""
+        Path(folder, "message").write_text(message)
+        os._exit(1)
+    step(draw(3, 8)).backward()
+    return message
 
 
 def test_all_ranks_in_a_gather() -> None:
-    for message in run_ranks(2, _first_gather, False):
+    for message in run_ranks(2, _first_gather, ""):
         assert "runs out of memory in gather unshard" in message
-        assert "(32.0 MiB of full values)" in message
-        assert "  - large.weight" in message and "lower bucket_bytes or prefetch_bytes" in message
+        assert "MiB of full values)" in message and "  - large.weight" in message
+        assert "lower bucket_bytes or prefetch_bytes" in message
 
 
-def test_one_rank_alone_cannot_go_on() -> None:
-    """The other one learns that it is gone, or out of step; it never mixes gradients."""
+def test_one_rank_alone_cannot_go_on(tmp_path: Path) -> None:
+    """Nor can the other one, whose gradients are never mixed with those of another step."""
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, _first_gather, True)
-    failures = failed.value.failures
-    assert failures[1].kind == "OutOfMemoryError" and "ranks 0 did not" in failures[1].message
-    assert failures[0].kind in ("RankGoneError", "Hung"), str(failed.value)
+        run_ranks(2, _first_gather, str(tmp_path))
+    assert "ranks 0 did not run out there" in (tmp_path / "message").read_text()
+    assert failed.value.failures[0].message.startswith("rank 1 is gone")

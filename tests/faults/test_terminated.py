@@ -25,12 +25,11 @@ def test_in_the_middle_of_steps_and_saves(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.terminated", str(tmp_path)]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     logs = [tmp_path / f"log{rank}" for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2"], cwd=ROOT, env=env, stderr=log.open("w"), text=True
-        )
-        for rank, log in enumerate(logs)
-    ]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as errors:
+            arguments = [*command, str(rank), "2"]
+            ranks.append(subprocess.Popen(arguments, cwd=ROOT, env=env, stderr=errors))
     try:
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
             assert all(rank.poll() is None for rank in ranks), [log.read_text() for log in logs]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
 from torch.optim import Optimizer
 
 import zerofx

@@ -62,11 +62,14 @@ class TrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         if self._recipe is not None:
             self._zero = agreed_config(self._recipe, self.args)
-        scales = self._recipe is not None and self._recipe.scaling.enabled
+        recipe = self._recipe
+        scaler = None
+        if recipe is not None and recipe.scaling.enabled:
+            scaler = recipe.make_scaler(self.args.device.type)
         self.accelerator = Accelerator(
             self._zero,
             compile_kwargs=self._compile_kwargs,
-            scaler=self._recipe.make_scaler(self.args.device.type) if scales else None,
+            scaler=scaler,
             **self._accelerator_arguments,
         )
         self.gather_function = functools.partial(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 import torch
 
 from zerofx.config import ZeroConfig
-from zerofx.errors import OutOfMemoryError
+from zerofx.errors import OutOfMemoryError, ZeroFxError
 from zerofx.runtime.handles import find_domain
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Place:
             RankGoneError: a collective failed since ranks ended.
         """
         domain = find_domain(self.handle)
-        if domain is None:
+        if domain is None or isinstance(error, ZeroFxError):
             raise error
         if is_out_of_memory(error):
             raise self._out_of_memory(error, domain.session) from error

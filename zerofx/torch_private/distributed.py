@@ -38,8 +38,8 @@ def is_message(work: Any) -> bool:
 
 def is_broken_connection(error: RuntimeError) -> bool:
     """Whether a collective failed on its way; gloo has no type for that, but names its files."""
-    text = str(error)
-    return isinstance(error, dist.DistError) or "gloo" in text or "imed out" in text
+    words = ("gloo", "imed out", "pair closure")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def num_live_ranks() -> int:
