@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import logging
+import os
+import signal
 
-from tests.faults.dying import Stage, train
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.faults.dying import OPTIONS, WIDTH, Layers, Stage, train
 from tests.ranks import RanksFailed, run_ranks
+from zerofx.runtime.watch import say_last_words
 
 
 @pytest.mark.parametrize(
@@ -28,6 +35,31 @@ def test_the_others_name_it(num_ranks: int, stage: int, point: Stage, doomed: in
     assert kinds == dict.fromkeys(others, "RankGoneError"), str(failed.value)
     for rank in others:
         assert failures[rank].message.startswith(f"rank {doomed} is gone: no answer for 1 s")
+
+
+def _reduces_by_hand() -> list[str]:
+    """What is logged when a process ends since a collective of its own failed."""
+    words: list[str] = []
+    logger = logging.getLogger("zerofx")
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())
+    logger.addHandler(handler)
+    model = Layers()
+    torch.compile(model, backend="zero3", options=OPTIONS)(torch.ones(2, WIDTH))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        say_last_words(error)
+    logger.removeHandler(handler)
+    raise RuntimeError(words[-1])
+
+
+def test_it_is_named_if_another_collective_fails() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, _reduces_by_hand)
+    assert failed.value.failures[0].message.startswith("rank 1 is gone")
 
 
 def test_ranks_that_do_not_talk_to_it_learn_of_it() -> None:

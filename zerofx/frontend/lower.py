@@ -89,7 +89,7 @@ def lower(
                 outputs=tuple(number[node] for node in made),
                 drops=tuple(number[n] for n in (*read, *made) if last.get(n, -1) == index),
                 many=isinstance(piece, Segment),
-                place=places(piece),
+                place=places(piece, index),
             )
         )
     outputs = [Register(number[v]) if isinstance(v, fx.Node) else v for v in program.outputs]

@@ -60,12 +60,11 @@ class TrainerMixin(_Base):
         """Put zerofx's accelerator in the place of the one that transformers makes."""
         _refuse_rivals(self.args)
         super().create_accelerator_and_postprocess()
+        scaler = None
         if self._recipe is not None:
             self._zero = agreed_config(self._recipe, self.args)
-        recipe = self._recipe
-        scaler = None
-        if recipe is not None and recipe.scaling.enabled:
-            scaler = recipe.make_scaler(self.args.device.type)
+            if self._recipe.scaling.enabled:
+                scaler = self._recipe.make_scaler(self.args.device.type)
         self.accelerator = Accelerator(
             self._zero,
             compile_kwargs=self._compile_kwargs,

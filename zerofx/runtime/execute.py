@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerofx.runtime.pending import Pending
 from zerofx.runtime.place import Place
 
 
@@ -82,11 +83,11 @@ class Executable:
                 try:
                     _run(step, registers)
                 except RuntimeError as error:
-                    # Who handles the error may want the memory.
-                    registers.clear()
+                    flying = [value for value in registers if isinstance(value, Pending)]
+                    registers.clear()  # who handles the error may want the memory
                     if step.place is None:
                         raise
-                    step.place.explain(error)
+                    step.place.explain(error, flying)
         return tuple(
             registers[value.number] if isinstance(value, Register) else value
             for value in self._outputs

@@ -91,16 +91,17 @@ class Journal:
         """This rank is out of step: `error` takes the place of every further collective."""
         self._closed = error
 
-    def drop_step(self, seconds: float) -> list[int]:
-        """This rank drops a step midway; returns the ranks that did not say so, at the same place.
+    def drop_step(self, where: str, seconds: float) -> list[int]:
+        """This rank drops a step midway; returns the ranks that do not, or elsewhere.
 
         Args:
+            where: in the program.
             seconds: how long to wait for them.
         """
         self._drops += 1
         key = f"{self._key}/dropped{self._drops}"
         with self._lock:
-            place = f"{self._count} {self._checksum}"
+            place = f"{self._count} {self._checksum} {where}"
         self._store.set(f"{key}/{self._rank}", place)
         others = [peer for peer in range(self._num_ranks) if peer != self._rank]
         give_up = time.monotonic() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from zerofx.config import ZeroConfig
 from zerofx.errors import OutOfMemoryError, ZeroFxError
 from zerofx.runtime.handles import find_domain
+from zerofx.runtime.pending import Pending
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -27,6 +29,7 @@ class Place:
         params: names of the parameters that it moves, or whose full values it reads.
         num_bytes: of the full values that it moves; 0 for computation.
         handle: a layout of the program's model.
+        number: of the step in its program.
     """
 
     kind: Literal["gather", "reduction", "computation"]
@@ -34,9 +37,14 @@ class Place:
     params: tuple[str, ...]
     num_bytes: int
     handle: int
+    number: int
 
-    def explain(self, error: RuntimeError) -> NoReturn:
+    def explain(self, error: RuntimeError, flying: Sequence[Pending]) -> NoReturn:
         """Raise `error`, or what explains it.
+
+        Args:
+            error: what the step raised.
+            flying: collectives under way, which nobody will wait for.
 
         Raises:
             OutOfMemoryError: an allocator failed.
@@ -47,15 +55,18 @@ class Place:
         if domain is None or isinstance(error, ZeroFxError):
             raise error
         if is_out_of_memory(error):
-            raise self._out_of_memory(error, domain.session) from error
+            raise self._out_of_memory(error, domain.session, flying) from error
         with domain.session.explained():
             raise error
 
-    def _out_of_memory(self, error: RuntimeError, session: Session) -> OutOfMemoryError:
+    def _out_of_memory(
+        self, error: RuntimeError, session: Session, flying: Sequence[Pending]
+    ) -> OutOfMemoryError:
         held = session.pool.used_bytes()
         session.pool.abandon()
         size = f" ({self.num_bytes / _MIB:.1f} MiB of full values)" if self.num_bytes else ""
-        apart = session.journal.drop_step(session.config.hang_timeout)
+        where = f"{self.number}: {self.kind} {self.name}"
+        apart = session.journal.drop_step(where, session.config.hang_timeout)
         went_on = f"ranks {', '.join(map(str, apart))} did not run out there"
         found = OutOfMemoryError(
             f"rank {session.world.ranks[session.world.rank]} runs out of memory in {self.kind} "
@@ -71,6 +82,10 @@ class Place:
         )
         if apart:
             session.journal.close(found)
+            return found
+        # All ranks sent these messages; gloo sends nothing more to who drops one.
+        for work in (work for pending in flying for work in pending.works):
+            work.wait()
         return found
 
 

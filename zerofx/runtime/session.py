@@ -204,7 +204,8 @@ class Session:
 
     def _leave_backward(self) -> None:
         if self.accumulation.leave():
-            self._flush_pending()
+            with self.explained():
+                self._flush_pending()
             if self.scales_losses:
                 self._share_overflow()
             if not self._all_tagged():

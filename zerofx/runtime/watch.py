@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import datetime
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -154,7 +155,26 @@ def _interrupt(work: Any) -> None:
 _running: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
+def say_last_words(error: object) -> None:
+    """Log which ranks are gone, if a collective that is not zerofx's failed for that.
+
+    Args:
+        error: what this process ends with.
+    """
+    if isinstance(error, RuntimeError) and not isinstance(error, ZeroFxError):
+        for watch in list(_running) if is_broken_connection(error) else ():
+            try:
+                with watch.explained():
+                    raise error
+            except ZeroFxError as found:
+                _log.error("%s", found)
+                return
+            except RuntimeError:
+                continue
+
+
 @atexit.register
 def _stop_all() -> None:
+    say_last_words(getattr(sys, "last_value", None))
     for watch in list(_running):
         watch.stop()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Recipe:
         steps_per_print: steps between two lines of a report; 0: no lines.
         wall_clock_breakdown: whether a report has times.
         memory_breakdown: whether a report has the memory in use.
+        monitors: where else figures go, by name, with parameters.
         dump_state: whether a report begins with the table.
         gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
         drop_last: whether your data loader should leave out a last batch that is not full.
@@ -82,6 +83,7 @@ class Recipe:
     steps_per_print: int
     wall_clock_breakdown: bool
     memory_breakdown: bool
+    monitors: Mapping[str, Mapping[str, Any]]
     dump_state: bool
     gathers_on_save: bool
     drop_last: bool
@@ -176,13 +178,19 @@ class Recipe:
         scaler: FixedScaler,
         write: Callable[[str], None] = print,
     ) -> StepReport:
-        """Build what prints as `steps_per_print` and `wall_clock_breakdown` ask."""
+        """Build what prints as the file asks; its monitors open here, on rank 0.
+
+        Raises:
+            MissingPackageError: the package of a monitor is not installed.
+        """
         report = StepReport(
             optimizer,
             scaler,
             every=self.steps_per_print,
             timed=self.wall_clock_breakdown,
             weighed=self.memory_breakdown,
+            monitors=[(name, dict(params)) for name, params in self.monitors.items()],
+            samples=self.batch.train,
             write=write,
         )
         if self.dump_state:

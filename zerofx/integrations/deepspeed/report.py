@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zerofx.integrations.deepspeed.monitors import open_monitor
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
 
 _MIB = 1 << 20
@@ -26,6 +28,8 @@ class StepReport:
         timed: whether to take times. Devices are waited for then, which slows training down.
         weighed: whether to show memory: what a GPU has allocated, and most of it so far; else the
             most that the process ever had resident.
+        monitors: names and parameters of monitors that rank 0 opens.
+        samples: of a step, over all ranks; monitors count in them.
         write: where rank 0's lines go.
     """
 
@@ -37,12 +41,17 @@ class StepReport:
         every: int = 0,
         timed: bool = False,
         weighed: bool = False,
+        monitors: Iterable[tuple[str, Mapping[str, Any]]] = (),
+        samples: int = 1,
         write: Callable[[str], None] = print,
     ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
         self._every = every or int(timed or weighed)
         self._timed, self._weighed = timed, weighed
         self._write_line = write
+        self._samples = samples
+        self._speaks = not dist.is_initialized() or dist.get_rank() == 0
+        self._monitors = [open_monitor(*each) for each in monitors] if self._speaks else []
         self._seconds: dict[str, float] = {}
         self._steps = self._skipped = 0
 
@@ -56,18 +65,32 @@ class StepReport:
         yield
         self._seconds[part] = self._seconds.get(part, 0.0) + _now() - start
 
-    def step(self) -> None:
-        """An optimizer step was taken, or skipped."""
+    def step(self, loss: float | None = None) -> None:
+        """An optimizer step was taken, or skipped.
+
+        Args:
+            loss: for monitors.
+        """
         self._steps += 1
         self._skipped += self._scaler.skipped
+        self._tell_monitors(loss)
         if self._every and self._steps % self._every == 0:
             self.write(self._line())
             self._seconds.clear()
 
     def write(self, text: str) -> None:
         """Show text, on rank 0."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if self._speaks:
             self._write_line(text)
+
+    def _tell_monitors(self, loss: float | None) -> None:
+        figures = {"lr": float(self._optimizer.param_groups[0]["lr"]), "train_loss": loss}
+        if self._monitors and isinstance(self._scaler, GradScaler):
+            figures["loss_scale"] = self._scaler.get_scale()
+        for write in self._monitors:
+            for name, value in figures.items():
+                if value is not None:
+                    write(f"Train/Samples/{name}", value, self._steps * self._samples)
 
     def _line(self) -> str:
         rates = ", ".join(f"{group['lr']:.6g}" for group in self._optimizer.param_groups)

@@ -161,7 +161,22 @@ _PRECISION = [
     Key("gradient_allreduce_op", "missing", "gradients are averaged", "text", off=("mean",)),
 ]
 
+_TARGETS = {
+    "csv_monitor": {"output_path": "folder", "job_name": "folder below it"},
+    "tensorboard": {"output_path": "folder", "job_name": "folder below it"},
+    "wandb": {"group": "of the run", "team": "that owns it", "project": "that it belongs to"},
+}
+
 _REPORTS = [
+    *(
+        Key(f"{name}.enabled", "honoured", "`make_report` writes figures there, too", "bool")
+        for name in _TARGETS
+    ),
+    *(
+        Key(f"{name}.{param}", "honoured", meaning, "text")
+        for name, params in _TARGETS.items()
+        for param, meaning in params.items()
+    ),
     Key("steps_per_print", "honoured", "`make_report`: a line every so many steps", "count"),
     Key("wall_clock_breakdown", "honoured", "`make_report`: times of each step", "bool"),
     Key("memory_breakdown", "honoured", "`make_report`: memory of each step", "bool"),
@@ -172,9 +187,6 @@ _REPORTS = [
         [
             ("comms_logger", "see `zerofx bench comm`"),
             ("flops_profiler", "see `zerofx plan`"),
-            ("tensorboard", "write what your loop knows"),
-            ("wandb", "write what your loop knows"),
-            ("csv_monitor", "write what your loop knows"),
             ("comet", "write what your loop knows"),
         ],
     ),
