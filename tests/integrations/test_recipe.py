@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.hard.pair import full
 from tests.integrations.examples import BASE, nested
 from tests.integrations.record_deepspeed import RECORD, draw, net
 from tests.ranks import run_ranks
-from zerofx.errors import ConfigError, MissingPackageError
+from zerofx.errors import ConfigError
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.schedules import Schedule, WarmupLR
@@ -249,35 +248,6 @@ def test_a_parameter_without_gradient_is_an_error_if_the_file_says_so() -> None:
             continue
         with pytest.raises(ConfigError, match=r"ignore_unused_parameters: false\n  - of shape"):
             recipe.step(optimizer, scaler)
-
-
-def test_figures_go_to_monitors(tmp_path: Path) -> None:
-    keys = {"csv_monitor.enabled": True, "csv_monitor.output_path": str(tmp_path)}
-    recipe = _recipe({**keys, "csv_monitor.job_name": "run", "fp16.enabled": True}, world_size=2)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
-    report = recipe.make_report(optimizer, recipe.make_scaler("cpu"))
-    for loss in (3.0, 2.0):
-        report.step(loss)
-    samples = recipe.batch.train
-    written = {path.name: path.read_text().split() for path in (tmp_path / "run").iterdir()}
-    assert written == {
-        "Train_Samples_lr.csv": ["step,lr", f"{samples},0.5", f"{2 * samples},0.5"],
-        "Train_Samples_train_loss.csv": ["step,train_loss", f"{samples},3.0", f"{2 * samples},2.0"],
-        "Train_Samples_loss_scale.csv": [
-            "step,loss_scale",
-            f"{samples},65536.0",
-            f"{2 * samples},65536.0",
-        ],
-    }
-
-
-def test_a_monitor_without_its_package_is_refused() -> None:
-    if importlib.util.find_spec("wandb"):
-        pytest.skip("it is installed")
-    recipe = _recipe({"wandb.enabled": True}, world_size=1)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
-    with pytest.raises(MissingPackageError, match="pip install wandb"):
-        recipe.make_report(optimizer, recipe.make_scaler("cpu"))
 
 
 def _saves(folder: str, allowed: bool) -> str:
