@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import fx
@@ -14,13 +14,10 @@ from zerofx.ir import ops
 from zerofx.ir.codes import gather_kernels, reduction_kernels
 from zerofx.ir.kernels import KernelSpec
 from zerofx.ir.program import Program
-from zerofx.runtime.quantized import Gathering, Kernel, Reducing
+from zerofx.runtime.quantized import Gathering, GatheringOf, Kernel, Reducing
 
 MakeKernel = Callable[[KernelSpec, fx.Node], Kernel]
 """Called with what a kernel does, and a node whose value lies on the device where it runs."""
-
-GatheringOf = Callable[[Sequence[int]], Gathering]
-"""The kernels for those members of a bucket that travel, by their places."""
 
 
 def kernels_of(config: ZeroConfig) -> MakeKernel:
@@ -42,8 +39,14 @@ def gathering(program: Program, start: fx.Node, make: MakeKernel) -> GatheringOf
     @functools.cache
     def of(members: tuple[int, ...]) -> Gathering:
         kernels = gather_kernels(program, start, members)
-        size = kernels.pack.parcels.shape[1]
-        return Gathering(make(kernels.pack, start), make(kernels.unpack, start), size)
+        parcels = kernels.pack.parcels
+        return Gathering(
+            make(kernels.pack, start),
+            make(kernels.unpack, start),
+            parcels.shape[1],
+            tuple(map(parcels.places, range(len(members)))),
+            tuple(parcels.codec.parcel_bytes(parcels.blocks_of(m)) for m in parcels.members),
+        )
 
     of(tuple(range(len(ops.members(start)))))
     return lambda members: of(tuple(members))

@@ -14,7 +14,7 @@ from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import QuantizePlan, plan_codes, send_codes
+from zerofx.passes.quantize import QuantizePlan, Weighed, plan_codes, send_codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,7 @@ class QuantizeReduces(Pass):
         codec: inside a node, or of the only hop.
         across: between nodes.
         exact: patterns of names that stay as they are.
+        weighed: whether codes pay in this graph; by default they are wanted in any case.
 
     Before:
         p = reduce_start([g], [s]); a = reduce_wait(p, s)
@@ -39,6 +40,7 @@ class QuantizeReduces(Pass):
     codec: str = "int8x256"
     across: str = "int8x256"
     exact: tuple[str, ...] = ()
+    weighed: Weighed | None = None
 
     name: ClassVar[str] = "quantize_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
@@ -48,7 +50,7 @@ class QuantizeReduces(Pass):
         """Decide for each parameter."""
         starts = program.calls(REDUCE_START)
         codecs = [Codec.parse(self.codec), Codec.parse(self.across)]
-        return plan_codes(program, starts, codecs, self.exact, _dtype)
+        return plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codecs at each reduction."""

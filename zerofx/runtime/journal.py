@@ -13,12 +13,13 @@ import collections
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
+from zerofx.runtime.differences import diff, first_difference, in_order
 from zerofx.runtime.roll_call import RollCall
 
 _KEPT = 4096
@@ -63,6 +64,7 @@ class Journal:
         self._checksum = 0
         self._recent: collections.deque[str] = collections.deque(maxlen=_KEPT)
         self._plans = 0
+        self._decided: dict[str, str] = {}
         self._steps: collections.deque[str] = collections.deque(maxlen=2)
         self._num_steps = 0
         self._drops = 0
@@ -133,7 +135,7 @@ class Journal:
         raise DivergedError(
             f"ranks 0 and {peer} shard different models",
             "build the same model, in the same order and with the same options, on every rank",
-            _diff(first.splitlines(), theirs.splitlines(), 0, peer),
+            diff(first.splitlines(), theirs.splitlines(), 0, peer),
         )
 
     def from_rank_zero(self, text: str) -> str:
@@ -145,6 +147,23 @@ class Journal:
         if self._rank == 0:
             self._store.set(key, text)
         return self._store.get(key).decode()
+
+    def decided_by_rank_zero(self, question: str, decide: Callable[[], str]) -> str:
+        """Rank 0's answer to a question that all ranks come to, each at a time of its own.
+
+        A question is answered once: who asks again, perhaps alone, is told the same.
+        """
+        if question not in self._decided:
+            key = f"{self._key}/decided/{question}"
+            if self._rank == 0:
+                answer = ""
+                try:
+                    answer = decide()
+                finally:  # or the others would wait
+                    self._store.set(key, answer)
+            # Where rank 0 failed, so does this one.
+            self._decided[question] = self._store.get(key).decode() or decide()
+        return self._decided[question]
 
     def check_step(self) -> None:
         """Publish this step's checksum and compare the next rank's of the step before.
@@ -186,7 +205,7 @@ class Journal:
         mine = self._answer()
         late = [f"rank {peer} does not answer" for peer in self.roll_call.silent(before)]
         for peer, theirs in self.roll_call.answers():
-            difference = _first_difference(
+            difference = first_difference(
                 mine["recent"], mine["count"], theirs["recent"], theirs["count"]
             )
             if difference is not None:
@@ -195,7 +214,7 @@ class Journal:
                     f"ranks {self._rank} and {peer} issue different collectives from number "
                     f"{position} on",
                     self._remedy,
-                    _in_order(ours, other, self._rank, peer),
+                    in_order(ours, other, self._rank, peer),
                 )
             if theirs["count"] < mine["count"]:
                 behind = mine["count"] - theirs["count"]
@@ -263,35 +282,3 @@ class Journal:
             record = {"count": self._count, "recent": list(self._recent), "last": last}
         self.roll_call.answer(record)
         return record
-
-
-def _first_difference(
-    mine: list[str], my_count: int, theirs: list[str], their_count: int
-) -> tuple[int, list[str], list[str]] | None:
-    """Position and what follows on both sides, up to five entries; `None` if one is a prefix."""
-    start = max(my_count - len(mine), their_count - len(theirs))
-    stop = min(my_count, their_count)
-    ours = mine[len(mine) - (my_count - start) :]
-    other = theirs[len(theirs) - (their_count - start) :]
-    for offset in range(stop - start):
-        if ours[offset] != other[offset]:
-            return start + offset, ours[offset : offset + 5], other[offset : offset + 5]
-    return None
-
-
-def _diff(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]:
-    ours_only = [line for line in mine if line not in theirs]
-    theirs_only = [line for line in theirs if line not in mine]
-    if not ours_only and not theirs_only:
-        # The same lines in another order.
-        pairs = enumerate(zip(mine, theirs, strict=False))
-        start = next((place for place, (one, other) in pairs if one != other), 0)
-        ours_only, theirs_only = mine[start:], theirs[start:]
-    return [f"rank {rank}: {line}" for line in ours_only[:8]] + [
-        f"rank {peer}: {line}" for line in theirs_only[:8]
-    ]
-
-
-def _in_order(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]:
-    """What both issued from the first difference on; a rank that hangs has issued little more."""
-    return [f"rank {rank}: {line}" for line in mine] + [f"rank {peer}: {line}" for line in theirs]

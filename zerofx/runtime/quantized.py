@@ -32,11 +32,35 @@ class Gathering:
         pack: padded chunks of all members to `uint8[1, parcel_bytes]`.
         unpack: `uint8[1, W, parcel_bytes]` to the padded full values, 1-D.
         parcel_bytes: of one rank.
+        places: of each member, where it lies in a parcel, and where in one of its own; see
+            `zerofx.ir.parcels.Parcels.places`.
+        own_bytes: of a parcel that holds one member alone.
     """
 
     pack: Kernel
     unpack: Kernel
     parcel_bytes: int
+    places: tuple[tuple[tuple[int, int, int], ...], ...]
+    own_bytes: tuple[int, ...]
+
+    def apart(self, parcels: Tensor) -> list[Tensor]:
+        """The codes of each member in parcels of its own: bytes are moved, nothing is decoded.
+
+        Args:
+            parcels: `uint8[num, parcel_bytes]`.
+
+        Returns:
+            `uint8[num, own_bytes]` each.
+        """
+        out = [parcels.new_zeros(len(parcels), size) for size in self.own_bytes]
+        for own, places in zip(out, self.places, strict=True):
+            for here, count, there in places:
+                own[:, there : there + count] = parcels[:, here : here + count]
+        return out
+
+
+GatheringOf = Callable[[Sequence[int]], Gathering]
+"""The kernels for those members of a bucket that travel, by their places."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +91,7 @@ def gather_codes(
     comm: Comm,
     tag: int,
     pool: BufferPool,
+    arrived: Callable[[Tensor], None] = lambda parcels: None,
 ) -> Pending:
     """Start gathering; see `zerofx.runtime.collectives.all_gather`.
 
@@ -77,6 +102,7 @@ def gather_codes(
         comm: the axis.
         tag: number that must agree on all ranks.
         pool: memory of the wire.
+        arrived: called with the parcels of all ranks, `uint8[W, parcel_bytes]`.
     """
     wire = pool.take(comm.size * kernels.parcel_bytes, torch.uint8, outs[0].device)
     own = wire.chunk(comm.size)[comm.rank]
@@ -84,10 +110,40 @@ def gather_codes(
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
         kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
+        arrived(wire.view(comm.size, -1))
         pool.give_back(wire)
         return outs
 
     return collectives.all_gather([wire], [own], comm, tag).then(unpack)
+
+
+def gather_kept_codes(
+    kernels: Sequence[Gathering],
+    outs: list[Tensor],
+    copies: list[Tensor],
+    comm: Comm,
+    tag: int,
+    pool: BufferPool,
+) -> Pending:
+    """Start gathering codes that the ranks of a node keep: they are decoded, and not made anew.
+
+    Args:
+        kernels: of each member alone.
+        outs: each 1-D, a padded full value.
+        copies: each 1-D, this rank's part of all ranks' parcels, in order.
+        comm: the ranks of the node.
+        tag: number that must agree on all ranks.
+        pool: memory of the wires.
+    """
+    wires = [pool.take(comm.size * copy.numel(), torch.uint8, copy.device) for copy in copies]
+
+    def unpack(_: list[Tensor]) -> list[Tensor]:
+        for each, wire, out in zip(kernels, wires, outs, strict=True):
+            each.unpack([wire.view(1, -1, each.parcel_bytes)], [out], 0)
+            pool.give_back(wire)
+        return outs
+
+    return collectives.all_gather(wires, copies, comm, tag).then(unpack)
 
 
 def reduce_codes(

@@ -23,7 +23,7 @@ from zerofx.ir import ops
 from zerofx.ir.facts import NODE, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
-from zerofx.sim.codes import gather_codes, mean_codes
+from zerofx.sim.codes import gather_codes, join_codes, mean_codes, split_codes
 from zerofx.sim.memory import memory_address, poison
 from zerofx.sim.shares import join_inside, shards_of, split_inside
 
@@ -145,15 +145,22 @@ class _Ranks:
         dtypes = {wait.args[1]: ops.full_dtype(wait) for wait in ops.waits_of(node)}
         for shard, name in zip(ops.members(node), facts(node).members, strict=True):
             shards, spec = self._read(node, shard), self._spec(node, name)
-            if facts(node).axis == NODE and name in self.secondary:
+            if facts(node).axis == NODE and name in self.secondary and not ops.codecs(node):
                 values[shard] = join_inside(self.secondary[name], spec)
             else:
                 values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
         if ops.codecs(node):
-            shards = [self._read(node, shard) for shard in ops.members(node)]
-            values = gather_codes(self.program, node, shards)
+            values = self._coded(node)
         return self._start(node, values, sources)
+
+    def _coded(self, node: fx.Node) -> dict[fx.Node, list[Tensor]]:
+        if facts(node).axis == NODE and self.secondary:
+            return join_codes(self.program, node, self.secondary)
+        shards = [self._read(node, shard) for shard in ops.members(node)]
+        if ops.keeps_codes(node):
+            self.secondary.update(split_codes(self.program, node, shards))
+        return gather_codes(self.program, node, shards)
 
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
         spec = self._spec(node, facts(node).param)

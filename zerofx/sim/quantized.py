@@ -30,9 +30,9 @@ def unshard_quantized(
     Returns:
         Of each rank, the padded full values, flat.
     """
-    wires = [_run(kernels.pack, one, seed + rank)[0] for rank, one in enumerate(shards)]
+    wires = [run_kernel(kernels.pack, one, seed + rank)[0] for rank, one in enumerate(shards)]
     wire = torch.cat(wires)
-    return [_run(kernels.unpack, [wire[None]]) for _ in shards]
+    return [run_kernel(kernels.unpack, [wire[None]]) for _ in shards]
 
 
 def reduce_quantized(
@@ -52,19 +52,19 @@ def reduce_quantized(
     """
     parcels = kernels.pack.parcels
     num_local, num_nodes, world = parcels.num_local, parcels.num_nodes, parcels.num
-    wires = [_run(kernels.pack, one, seed + rank)[0] for rank, one in enumerate(grads)]
+    wires = [run_kernel(kernels.pack, one, seed + rank)[0] for rank, one in enumerate(grads)]
     if kernels.repack is None:
-        return [_run(kernels.unpack, [_rows(wires, [rank])]) for rank in range(world)]
+        return [run_kernel(kernels.unpack, [_rows(wires, [rank])]) for rank in range(world)]
     halfway: list[Tensor] = []
     for rank in range(world):
         node, local = divmod(rank, num_local)
         neighbours = wires[node * num_local :][:num_local]
         mine = range(local * num_nodes, (local + 1) * num_nodes)
-        halfway += _run(kernels.repack, [_rows(neighbours, mine)], seed + world + rank)
+        halfway += run_kernel(kernels.repack, [_rows(neighbours, mine)], seed + world + rank)
     results: list[list[Tensor]] = []
     for rank in range(world):
         node, local = divmod(rank, num_local)
-        results.append(_run(kernels.unpack, [_rows(halfway[local::num_local], [node])]))
+        results.append(run_kernel(kernels.unpack, [_rows(halfway[local::num_local], [node])]))
     return results
 
 
@@ -73,7 +73,8 @@ def _rows(wires: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     return torch.stack([wire[list(rows)] for wire in wires])
 
 
-def _run(spec: KernelSpec, inputs: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+def run_kernel(spec: KernelSpec, inputs: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+    """What the reference writes."""
     outputs = poisoned(spec)
     Reference(spec)(inputs, outputs, seed)
     return outputs
