@@ -203,7 +203,8 @@ class Journal:
         """
         before, self._question = self._question, self.roll_call.ask()
         mine = self._answer()
-        late = [f"rank {peer} does not answer" for peer in self.roll_call.silent(before)]
+        silent = self.roll_call.silent(before) if before else ()
+        late = [f"rank {peer} does not answer" for peer in silent]
         for peer, theirs in self.roll_call.answers():
             difference = first_difference(
                 mine["recent"], mine["count"], theirs["recent"], theirs["count"]
@@ -239,6 +240,8 @@ class Journal:
             DivergedError: another rank issued other collectives.
             RankGoneError: ranks did not answer; once all others know.
         """
+        if self._num_ranks == 1:
+            return
         start, question = time.monotonic(), self.roll_call.ask()
         try:
             self.explain_within(min(seconds, _SETTLE_SECONDS))

@@ -84,7 +84,8 @@ class Session:
             config.added_passes,
         )
         self._watch = Watch(self.journal, config.hang_timeout)
-        self._watch.start()
+        if num_ranks > 1:
+            self._watch.start()
         if copied is not None:
             network = copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.

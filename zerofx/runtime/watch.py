@@ -161,16 +161,14 @@ def say_last_words(error: object) -> None:
     Args:
         error: what this process ends with.
     """
-    if isinstance(error, RuntimeError) and not isinstance(error, ZeroFxError):
-        for watch in list(_running) if is_broken_connection(error) else ():
-            try:
-                with watch.explained():
-                    raise error
-            except ZeroFxError as found:
+    for watch in list(_running) if isinstance(error, RuntimeError) else ():
+        try:
+            with watch.explained():
+                raise error
+        except RuntimeError as found:
+            if found is not error:
                 _log.error("%s", found)
                 return
-            except RuntimeError:
-                continue
 
 
 @atexit.register
