@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-OPTIONS = {"inner": "eager", "min_shard_numel": 0, "hang_timeout": 1.0}
+OPTIONS = {"inner": "eager", "min_shard_numel": 0, "hang_timeout": 0.5}
 Stage = Literal["forward", "backward", "optimizer", "between"]
 WIDTH = 8
 

@@ -61,7 +61,7 @@ def _saves_at_the_end_of_a_step(folder: str) -> list[float]:
     step: Any = torch.compile(model, backend="zero3", options=OPTIONS)
     optimizer = torch.optim.AdamW(model.parameters())
     if dist.get_rank() == 1:  # as a scheduler may: one rank alone, at any time
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     while True:
         loss = step(torch.ones(4, WIDTH))
         loss.backward()
