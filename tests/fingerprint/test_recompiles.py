@@ -71,7 +71,9 @@ def _without_programs(stage: int) -> None:
     for number in range(8):
         how = "default" if number in (0, 5) else "force_eager"
         with torch.compiler.set_stance(how):
-            pair.backward(lambda run, number: run(*batch("frozen", dist.get_rank(), number)), number)
+            pair.backward(
+                lambda run, number: run(*batch("frozen", dist.get_rank(), number)), number
+            )
         if number % 2:
             pair.step()
 

@@ -84,6 +84,8 @@ class Session:
             config.added_passes,
         )
         self._watch = Watch(self.journal, config.hang_timeout)
+        if num_ranks > 1:
+            self._watch.start()
         if copied is not None:
             network = copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
@@ -133,6 +135,7 @@ class Session:
 
         Raises:
             DivergedError: the ranks issued different collectives.
+            RankGoneError: ranks ended.
         """
         while not pending.done:
             self.advance(pending)
@@ -140,7 +143,12 @@ class Session:
 
     def advance(self, pending: Pending) -> None:
         """Wait for the hop under way, and start the next one if there is one."""
-        pending.advance(self._wait_for)
+        with self.explained():
+            pending.advance(self._wait_for)
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Say why a collective failed, if ranks issued different ones or are gone."""
+        return self._watch.explained()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
@@ -202,7 +210,8 @@ class Session:
 
     def _leave_backward(self) -> None:
         if self.accumulation.leave():
-            self._flush_pending()
+            with self.explained():
+                self._flush_pending()
             if self.scales_losses:
                 self._share_overflow()
             if not self._all_tagged():
