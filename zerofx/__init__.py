@@ -6,6 +6,7 @@ by name. Authors of passes find the vocabulary in `zerofx.passes`.
 
 from zerofx.api import (
     GradScaler,
+    OwnerOptimizer,
     explain,
     from_deepspeed,
     load_safetensors,
@@ -23,6 +24,7 @@ from zerofx.passes.registry import register_pass
 
 __all__ = [
     "GradScaler",
+    "OwnerOptimizer",
     "Pass",
     "ZeroConfig",
     "ZeroFxError",

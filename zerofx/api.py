@@ -26,6 +26,7 @@ from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.loss_scale import GradScaler
+from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
@@ -36,6 +37,7 @@ from zerofx.torch_private import unwrap_compiled
 
 __all__ = [
     "GradScaler",
+    "OwnerOptimizer",
     "explain",
     "from_deepspeed",
     "load_safetensors",
