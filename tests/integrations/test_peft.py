@@ -136,9 +136,9 @@ def saved(stage: int, folder: str) -> None:
         save_adapters(Base(), folder)
 
 
-@pytest.mark.parametrize("stage", [3])
-def test_adapters_are_saved_and_merged(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, saved, stage, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_adapters_are_saved_and_merged(num_ranks: int, tmp_path: Path) -> None:
+    run_ranks(num_ranks, saved, 3, str(tmp_path), timeout=120)
 
 
 def merged_in_place(stage: int) -> None:

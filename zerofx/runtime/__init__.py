@@ -3,6 +3,6 @@
 Touches device memory and the network; knows nothing of graphs but their vocabulary. Modules:
 handles, session, axes, domain, params, chunks, accumulation, overflow, loss_scale, finite,
 dtensor_rules, buffers, kept, secondary, rounds, network, comm, pending, mail, exchange, two_hop,
-collectives, replicas, quantized, owners, owner_optimizer, calibrate, speed, journal, watch,
-markers, execute.
+collectives, replicas, quantized, owners, owner_state, owner_optimizer, calibrate, speed,
+journal, watch, markers, execute.
 """

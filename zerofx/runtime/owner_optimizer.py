@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.errors import ShardingError
 from zerofx.runtime.handles import live_sessions
-from zerofx.runtime.owners import Owned, assign_owners, from_owners, to_owners
-from zerofx.runtime.params import ParamState, as_dtensor, local_tensor
+from zerofx.runtime.owner_state import settle, spread
+from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
+from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.session import Session
-
-
-@dataclasses.dataclass(frozen=True)
-class _Like:
-    """What other ranks learn of a tensor of the state."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class OwnerOptimizer(Optimizer):
@@ -64,7 +54,7 @@ class OwnerOptimizer(Optimizer):
         return {**super().__getstate__(), **mine}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; every rank must take it.
 
         Raises:
@@ -79,16 +69,16 @@ class OwnerOptimizer(Optimizer):
             self._update({p: (p.detach(), p.grad) for p in self._params() if p.grad is not None})
             return loss
         session, owners = self._owners()
-        self._settle(session, owners)
+        settle(self.state, session, owners)
         ready = [(state, owner) for state, owner in owners if state.param.grad is not None]
         values = [_owned(state, state.shard, owner) for state, owner in ready]
         grads = [
             _owned(state, local_tensor(cast(Tensor, state.param.grad)).contiguous(), owner)
             for state, owner in ready
         ]
-        wholes = _exchange(session, to_owners, "parameters and gradients", values + grads)
+        wholes = exchange(session, to_owners, "parameters and gradients", values + grads)
         whole_values, whole_grads = wholes[: len(ready)], wholes[len(ready) :]
-        mine = {
+        mine: dict[Tensor, tuple[Tensor, Tensor]] = {
             state.param: (whole, grad.to(whole.dtype))
             for (state, owner), whole, grad in zip(ready, whole_values, whole_grads, strict=True)
             if owner == session.axes.shard.rank
@@ -96,15 +86,16 @@ class OwnerOptimizer(Optimizer):
         self._update(mine)
         for state, _ in ready:
             self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
-        _exchange(session, from_owners, "parameters", whole_values, values)
+        exchange(session, from_owners, "parameters", whole_values, values)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's; tensors of the state are `DTensor`s. Every rank must call it."""
         if not any(isinstance(param, DTensor) for param in self.state):
             return super().state_dict()
-        whole = self.state
-        self.state = self._spread()
+        session, owners = self._owners()
+        settle(self.state, session, owners)
+        whole, self.state = self.state, spread(self.state, session, owners)
         try:
             return super().state_dict()
         finally:
@@ -151,79 +142,6 @@ class OwnerOptimizer(Optimizer):
             self.state[param] = inner.state[whole]
             whole.grad = None
 
-    def _settle(self, session: Session, owners: Sequence[tuple[ParamState, int]]) -> None:
-        """Give state that was loaded, or cut when the model was sharded, to the owners alone."""
-        found = [
-            (state.param, key, _lies(value, owner))
-            for state, owner in owners
-            for key, value in self.state.get(state.param, {}).items()
-            if isinstance(value, DTensor)
-        ]
-        if found:
-            tensors = [tensor for _, _, tensor in found]
-            wholes = _exchange(session, to_owners, "optimizer state", tensors)
-            for (param, key, _), whole in zip(found, wholes, strict=True):
-                self.state[param][key] = whole
-        for state, owner in owners:
-            if owner != session.axes.shard.rank and state.param in self.state:
-                self.state[state.param] = {}
-
-    def _spread(self) -> collections.defaultdict[Any, Any]:
-        """The state as all ranks may show it: tensors as `DTensor`s."""
-        session, owners = self._owners()
-        self._settle(session, owners)
-        comm, split = session.axes.shard, session.sharded.layout.sharded
-        told: list[Any] = [None] * comm.size
-        mine = {
-            place: {key: _described(value) for key, value in self.state[state.param].items()}
-            for place, (state, owner) in enumerate(owners)
-            if owner == comm.rank and state.param in self.state
-        }
-        dist.all_gather_object(told, mine, group=comm.group)
-        spread = collections.defaultdict(dict, {param: {} for param in self.state})
-        wholes, tensors, shown = list[Tensor](), list[Owned](), list[tuple[Any, str, torch.Size]]()
-        for owner, entries in enumerate(told):
-            for place, described in entries.items():
-                param = owners[place][0].param
-                for key, value in described.items():
-                    spread[param][key] = value
-                    if isinstance(value, _Like):
-                        local = _empty_rows(value, session, split)
-                        tensors.append(Owned(local, value.shape, split, owner))
-                        wholes.append(self.state[param].get(key, local))
-                        shown.append((param, key, value.shape))
-        locals_ = _exchange(session, from_owners, "optimizer state", wholes, tensors)
-        for (param, key, shape), local in zip(shown, locals_, strict=True):
-            spread[param][key] = as_dtensor(local, shape, session.sharded)
-        return spread
-
-
-def _exchange(session: Session, start: Any, what: str, *tensors: Sequence[Any]) -> list[Tensor]:
-    comm = session.axes.shard
-    tag = session.journal.record("exchange", f"{len(tensors[-1])} {what} with owners")
-    return session.wait(start(*tensors, comm, tag))
-
 
 def _owned(state: ParamState, local: Tensor, owner: int) -> Owned:
     return Owned(local, state.spec.shape, state.spec.layout.sharded, owner)
-
-
-def _lies(value: DTensor, owner: int) -> Owned:
-    split = isinstance(value.placements[-1], Shard)
-    return Owned(local_tensor(value).contiguous(), value.shape, split, owner)
-
-
-def _described(value: Any) -> Any:
-    """Large tensors by their kind; anything else, counts of steps for example, as it is."""
-    many = isinstance(value, Tensor) and value.ndim > 0
-    return _Like(value.shape, value.dtype) if many else value
-
-
-def _empty_rows(like: _Like, session: Session, split: bool) -> Tensor:
-    whole = torch.empty(like.shape, dtype=like.dtype, device="meta")
-    if split:
-        parts = whole.chunk(session.axes.shard.size)
-        whole = (
-            parts[session.axes.shard.rank] if session.axes.shard.rank < len(parts) else whole[:0]
-        )
-    return torch.empty_like(whole, device=session.device)

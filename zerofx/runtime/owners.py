@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.mail import Mail
 from zerofx.runtime.pending import Pending
+
+if TYPE_CHECKING:
+    from zerofx.runtime.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +81,28 @@ def from_owners(
     mail = Mail(comm)
     for number, (whole, each) in enumerate(zip(wholes, tensors, strict=True)):
         mine = each.owner == comm.rank
-        nothing = [each.local[:0]] * comm.size
+        nothing = [each.local.new_empty(0)] * comm.size
         send = (_rows(whole, comm.size) if each.split else [whole] * comm.size) if mine else nothing
         if mine and whole is not each.local:
             each.local.copy_(send[comm.rank])
         into = nothing if mine else _only(each.owner, each.local, comm.size)
         mail.post(send, into, tag + number)
     return Pending([each.local for each in tensors], mail.deliver(), tuple(wholes))
+
+
+def exchange(
+    session: Session, start: Callable[..., Pending], what: str, *tensors: Sequence[Tensor | Owned]
+) -> list[Tensor]:
+    """Run `to_owners` or `from_owners` over the ranks that share shards.
+
+    Args:
+        session: the model.
+        start: which of them.
+        what: is exchanged, for the journal.
+        tensors: arguments of `start`.
+    """
+    tag = session.journal.record("exchange", f"{len(tensors[-1])} {what} with owners")
+    return session.wait(start(*tensors, session.axes.shard, tag))
 
 
 def _rows(whole: Tensor, count: int) -> list[Tensor]:
@@ -94,4 +113,4 @@ def _rows(whole: Tensor, count: int) -> list[Tensor]:
 
 def _only(place: int, tensor: Tensor, count: int) -> list[Tensor]:
     """`tensor` at one place, nothing at the others."""
-    return [tensor if rank == place else tensor[:0] for rank in range(count)]
+    return [tensor if rank == place else tensor.new_empty(0) for rank in range(count)]
