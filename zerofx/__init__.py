@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofx.api import (
     GradScaler,
+    OwnerOptimizer,
     load_safetensors,
     meta_init,
     no_sync,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradScaler",
+    "OwnerOptimizer",
     "Pass",
     "ZeroConfig",
     "ZeroFxError",

@@ -19,6 +19,7 @@ from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.loss_scale import GradScaler
+from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
@@ -29,6 +30,7 @@ from zerofx.torch_private import unwrap_compiled
 
 __all__ = [
     "GradScaler",
+    "OwnerOptimizer",
     "load_safetensors",
     "meta_init",
     "no_sync",
