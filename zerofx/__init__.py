@@ -6,6 +6,7 @@ by name. Authors of passes find the vocabulary in `zerofx.passes`.
 
 from zerofx.api import (
     GradScaler,
+    drift,
     explain,
     from_deepspeed,
     load_safetensors,
@@ -28,6 +29,7 @@ __all__ = [
     "ZeroFxError",
     "after",
     "before",
+    "drift",
     "explain",
     "from_deepspeed",
     "load_safetensors",

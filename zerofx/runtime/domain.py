@@ -128,7 +128,10 @@ class Domain:
             outs.append(out)
         if codes is not None and places:
             everywhere.codes = functools.partial(
-                gather_codes, codes(places), pool=self.session.pool
+                gather_codes,
+                kernels=codes(places),
+                states=[self.find(shards[place]) for place in places],
+                memory=self.session.codes,
             )
 
         def finish(_: list[Tensor]) -> list[Tensor]:
@@ -247,7 +250,7 @@ class Domain:
         flat = [grad.contiguous().reshape(-1) for grad in grads]
         if codes is not None:
             owned = [split[comm.rank] for split in splits]
-            pending = reduce_codes(codes, flat, owned, comm, tag)
+            pending = reduce_codes(codes, flat, owned, comm, tag, states, self.session.codes)
             hops = 2 if codes.repack is not None else 1
         else:
             memory = self.session.recycler

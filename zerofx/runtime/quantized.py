@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofx.ir.parcels import Parcels
 from zerofx.runtime import collectives
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.comm import Comm
+from zerofx.runtime.drift import Check, DriftMonitor
+from zerofx.runtime.feedback import CodingErrors, Shapes
+from zerofx.runtime.frozen import FrozenCodes
 from zerofx.runtime.mail import Mail
+from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 
 Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
@@ -31,12 +36,14 @@ class Gathering:
     Attributes:
         pack: padded chunks of all members to `uint8[1, parcel_bytes]`.
         unpack: `uint8[1, W, parcel_bytes]` to the padded full values, 1-D.
-        parcel_bytes: of one rank.
+        parcels: what lies where in the parcel of one rank.
+        check: decodes it again.
     """
 
     pack: Kernel
     unpack: Kernel
-    parcel_bytes: int
+    parcels: Parcels
+    check: Check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Reducing:
         parcel_bytes: in the only hop, or inside a node.
         across_bytes: of a parcel between nodes.
         chunks: dtype and elements of each padded chunk.
+        errors: of each hop, what feedback keeps.
+        checks: of each hop, what decodes again what its kernel coded.
     """
 
     pack: Kernel
@@ -58,29 +67,55 @@ class Reducing:
     parcel_bytes: int
     across_bytes: int
     chunks: tuple[tuple[torch.dtype, int], ...]
+    errors: Shapes
+    checks: tuple[Check, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeMemory:
+    """What a sharded model remembers of codes.
+
+    Attributes:
+        pool: memory of wires.
+        frozen: codes of frozen parameters.
+        errors: of coding gradients.
+        drift: compares codes with numbers.
+    """
+
+    pool: BufferPool
+    frozen: FrozenCodes
+    errors: CodingErrors
+    drift: DriftMonitor
 
 
 def gather_codes(
-    kernels: Gathering,
     outs: list[Tensor],
     chunks: Sequence[Tensor],
     comm: Comm,
     tag: int,
-    pool: BufferPool,
+    *,
+    kernels: Gathering,
+    states: Sequence[ParamState | None],
+    memory: CodeMemory,
 ) -> Pending:
     """Start gathering; see `zerofx.runtime.collectives.all_gather`.
 
     Args:
-        kernels: of these members.
         outs: each 1-D; written when the gather has arrived.
         chunks: each 1-D, this rank's padded chunk.
         comm: the axis.
         tag: number that must agree on all ranks.
-        pool: memory of the wire.
+        kernels: of these members.
+        states: whose chunks they are.
+        memory: of the model.
     """
-    wire = pool.take(comm.size * kernels.parcel_bytes, torch.uint8, outs[0].device)
+    pool, parcels = memory.pool, kernels.parcels
+    wire = pool.take(comm.size * parcels.shape[1], torch.uint8, outs[0].device)
     own = wire.chunk(comm.size)[comm.rank]
-    kernels.pack(chunks, [own.view(1, -1)], 0)
+    if not memory.frozen.load(states, parcels, own):
+        kernels.pack(chunks, [own.view(1, -1)], 0)
+        memory.frozen.save(states, parcels, own)
+        memory.drift.look(kernels.check, chunks, own.view(1, -1))
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
         kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
@@ -91,7 +126,13 @@ def gather_codes(
 
 
 def reduce_codes(
-    kernels: Reducing, grads: Sequence[Tensor], owned: Sequence[int], comm: Comm, tag: int
+    kernels: Reducing,
+    grads: Sequence[Tensor],
+    owned: Sequence[int],
+    comm: Comm,
+    tag: int,
+    states: Sequence[ParamState | None],
+    memory: CodeMemory,
 ) -> Pending:
     """Start the mean over `comm` of full gradients, of which this rank keeps its chunks.
 
@@ -101,10 +142,14 @@ def reduce_codes(
         owned: elements of each that this rank owns.
         comm: the axis.
         tag: number that must agree on all ranks; it also seeds stochastic rounding.
+        states: whose gradients they are.
+        memory: of the model.
     """
     wire = grads[0].new_empty(comm.size, kernels.parcel_bytes, dtype=torch.uint8)
     seed = tag * 2 * comm.size + comm.rank
-    kernels.pack(grads, [wire], seed)
+    errors = memory.errors.of(states, kernels.errors, wire.device)
+    kernels.pack(grads, [wire, *errors[0]], seed)
+    memory.drift.look(kernels.checks[0], grads, wire)
 
     def finish(wires: list[Tensor]) -> list[Tensor]:
         outs = [wires[0].new_empty(numel, dtype=dtype) for dtype, numel in kernels.chunks]
@@ -117,7 +162,8 @@ def reduce_codes(
 
     def cross(arrived: list[Tensor]) -> Pending:
         means = wire.new_empty(comm.num_nodes, kernels.across_bytes)
-        repack([arrived[0]], [means], seed + comm.size)
+        repack([arrived[0]], [means, *errors[1]], seed + comm.size)
+        memory.drift.look(kernels.checks[1], arrived, means)
         column = range(comm.column, comm.size, comm.node_size)
         return _all_to_all(means, column, comm.node, comm, tag)
 
