@@ -131,7 +131,8 @@ def feed_back(parts: Sequence[str], given: Sequence[str]) -> Lines:
     names, old = ", ".join(parts), ", ".join(f"old_{part}" for part in parts)
     back, new = ", ".join(f"back_{part}" for part in parts), ", ".join(f"new_{p}" for p in parts)
     lines = [f"{names}, {old} = add_errors(kept, block, columns, used, {names})"]
-    lines += [f"{back} = write_blocks(parcel, block, columns, used, {', '.join(given)})"]
+    write = f"{back} = write_blocks(parcel, block, columns, used, {', '.join(given)})"
+    lines += textwrap.wrap(write, 90, subsequent_indent="    ")
     lines += ["# Blocks that are not finite come back as NaN, and leave no errors."]
     for part in parts:
         lines += [f"new_{part} = {KEPT!r} * old_{part} + {NEW!r} * ({part} - back_{part})"]

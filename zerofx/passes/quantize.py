@@ -64,7 +64,7 @@ def plan_codes(
         dtype_of: what a collective would send if it were exact.
     """
     reasons = {
-        spec.name: _reason(spec, codecs, patterns)
+        spec.name: reason_for_exact(spec, codecs, patterns)
         for spec in sorted(program.params.values(), key=lambda spec: spec.index)
     }
     quantized: list[fx.Node] = []
@@ -92,7 +92,7 @@ def send_codes(edit: Editor, plan: QuantizePlan, starts: Iterable[fx.Node], code
         note_sent(edit, made)
 
 
-def _reason(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
+def reason_for_exact(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
     """Why a parameter stays exact; empty if it does not."""
     if not spec.layout.sharded:
         return "replicated"

@@ -23,10 +23,11 @@ from zerofx.ir import ops
 from zerofx.ir.facts import NODE, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
-from zerofx.sim.codes import gather_codes, mean_codes
+from zerofx.sim.codes import ErrorsByBucket, gather_codes, mean_codes
 from zerofx.sim.memory import memory_address, poison
 from zerofx.sim.shares import join_inside, shards_of, split_inside
 
+Secondary = dict[str, list[Tensor]]
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
@@ -39,7 +40,8 @@ def run_lockstep(
     program: Program,
     inputs: Sequence[Sequence[Any]],
     world: int | None = None,
-    secondary: dict[str, list[Tensor]] | None = None,
+    secondary: Secondary | None = None,
+    errors: ErrorsByBucket | None = None,
 ) -> list[list[Any]]:
     """Run `program` on all ranks.
 
@@ -49,6 +51,8 @@ def run_lockstep(
         world: number of ranks, to be checked against `inputs`.
         secondary: by parameter, the secondary shards of all ranks: a forward writes them, its
             backward gathers from them. Without, backward gathers the same values over all ranks.
+        errors: what feedback keeps of coded gradients: a backward renews them, the next one adds
+            them. Without, they begin at zero.
 
     Returns:
         The outputs of each rank.
@@ -60,7 +64,8 @@ def run_lockstep(
     """
     if world is not None and world != len(inputs):
         raise LockstepError(f"inputs of {len(inputs)} ranks for a world of {world}")
-    return _Ranks(program, len(inputs), {} if secondary is None else secondary).run(inputs)
+    secondary, errors = {} if secondary is None else secondary, {} if errors is None else errors
+    return _Ranks(program, len(inputs), secondary, errors).run(inputs)
 
 
 @dataclasses.dataclass
@@ -76,9 +81,10 @@ class _Pending:
 class _Ranks:
     """One run: the environment of all ranks."""
 
-    def __init__(self, program: Program, world: int, secondary: dict[str, list[Tensor]]) -> None:
-        self.program = program
-        self.secondary = secondary
+    def __init__(
+        self, program: Program, world: int, secondary: Secondary, errors: ErrorsByBucket
+    ) -> None:
+        self.program, self.secondary, self.errors = program, secondary, errors
         self.world = world
         self.values: dict[fx.Node, list[Any]] = {}
         self.pending: dict[fx.Node, _Pending] = {}
@@ -171,7 +177,7 @@ class _Ranks:
         if ops.codecs(node):
             grads = [self._read(node, grad) for grad in ops.gradients(node)]
             shards = [self._read(node, shard) for shard in ops.members(node)]
-            values = mean_codes(self.program, node, grads, shards)
+            values = mean_codes(self.program, node, grads, shards, self.errors)
         return self._start(node, values, sources)
 
     def _start(
