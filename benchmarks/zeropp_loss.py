@@ -75,9 +75,7 @@ def draw(losses: dict[str, dict[str, float]], path: Path) -> None:
         steps = [int(step) for step in found]
         above.plot(steps, list(found.values()), label=name)
         exact = losses["exact"].values()
-        below.plot(
-            steps, [100 * (a / b - 1) for a, b in zip(found.values(), exact, strict=True)]
-        )
+        below.plot(steps, [100 * (a / b - 1) for a, b in zip(found.values(), exact, strict=True)])
     above.set_ylabel("held-out loss")
     above.legend(title="gradients inside, across")
     below.axhspan(-1, 1, alpha=0.1)

@@ -62,9 +62,7 @@ def packed() -> Iterator[collections.Counter[str]]:
 def _compiled(model: nn.Module, bucket_bytes: int) -> Any:
     torch.compiler.reset()
     options = {"inner": "eager", "min_shard_numel": 0, "bucket_bytes": bucket_bytes}
-    return torch.compile(
-        model, backend="zero3", options={**options, "quantize_weights": "int8x32"}
-    )
+    return torch.compile(model, backend="zero3", options={**options, "quantize_weights": "int8x32"})
 
 
 def _loss(run: Any, seed: int = 9) -> float:

@@ -104,9 +104,7 @@ def test_feedback_brings_the_mean_of_many_steps_to_the_exact_one(
 ) -> None:
     layout = Layout(2, shards, replicas, False, node_size=shards // nodes)
     shapes = {"a.weight": (40, 40), "a.bias": (40,), "b.weight": (24, 40)}
-    model = Model(
-        _two_layers, specs_of(shapes, layout, dtype=torch.float32), [torch.zeros(3, 40)]
-    )
+    model = Model(_two_layers, specs_of(shapes, layout, dtype=torch.float32), [torch.zeros(3, 40)])
     data = data_for(model, shards * replicas)
     values = {name: value.float() for name, value in data.values.items()}
     inputs = inputs_for(model, values, data.buffers, [[x.float() for x in i] for i in data.inputs])

@@ -128,9 +128,7 @@ def _repack(codec: Codec, out: Codec) -> Function:
 _MAKERS = {"pack": _pack, "unpack": _unpack, "repack": _repack}
 
 
-def _encode(
-    parts: blocks.Parts, codec: Codec, num_blocks: int, operands: Sequence[Tensor]
-) -> None:
+def _encode(parts: blocks.Parts, codec: Codec, num_blocks: int, operands: Sequence[Tensor]) -> None:
     """Write blocks to `operands`: codes, scales, lows; errors with feedback; then counters."""
     ends = (1 + codec.num_params, 1 + codec.num_params + 2 * codec.feedback)
     written, errors, counters = operands[: ends[0]], operands[slice(*ends)], operands[ends[1] :]

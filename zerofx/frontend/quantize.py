@@ -64,7 +64,9 @@ def reducing(program: Program, start: fx.Node, make: MakeKernel) -> Reducing | N
     repack = make(kernels.repack, start) if kernels.repack is not None else None
     checks = (_check(name, parcels, make, start),)
     if kernels.repack is not None:
-        checks += (_check_of_repack(f"{name}, between nodes", kernels, kernels.repack, make, start),)
+        checks += (
+            _check_of_repack(f"{name}, between nodes", kernels, kernels.repack, make, start),
+        )
     return Reducing(
         make(kernels.pack, start),
         repack,

@@ -41,7 +41,10 @@ class Pack:
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is written, every byte of it."""
         parcels = self.parcels
-        return ((parcels.shape, torch.uint8), *_errors(parcels.codec, parcels.num, num_blocks(self)))
+        return (
+            (parcels.shape, torch.uint8),
+            *_errors(parcels.codec, parcels.num, num_blocks(self)),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
