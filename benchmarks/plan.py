@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,9 +36,11 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.runtime import collectives
 from zerofx.runtime.comm import make_comm
+from zerofx.runtime.speed import measure_roofline, median_seconds
 from zerofx.sim.timeline import simulate
 
 Batch = tuple[Tensor, ...]
+_CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _profiled(program: Program, programs: tuple[Program, Program], link: Link) -
 
 def _segment_seconds(segment: Segment, run: Callable[[list[Any]], Any]) -> float:
     values = [_value_for(node.meta["val"]) for node in segment.inputs]
-    return _median(lambda: run(list(values)), 5)
+    return median_seconds(lambda: run(list(values)), _CPU)
 
 
 def _value_for(fake: Any) -> Any:
@@ -137,17 +137,14 @@ def _value_for(fake: Any) -> Any:
 
 
 def _roofline() -> Roofline:
-    left, right = torch.randn(128, 512), torch.randn(512, 2048)
-    product = _slowest(_median(lambda: left @ right, 50))
-    long, out = torch.randn(1 << 24), torch.empty(1 << 24)
-    copy = _slowest(_median(lambda: torch.add(long, 1.0, out=out), 7))
-    return Roofline(2 * 128 * 512 * 2048 / product, 2 * 4 * (1 << 24) / copy)
+    mine = measure_roofline(_CPU)
+    return Roofline(1 / _slowest(1 / mine.flops), 1 / _slowest(1 / mine.bytes_per_second))
 
 
 def _link() -> Link:
     group = dist.group.WORLD
     assert group is not None
-    comm = make_comm(group, torch.device("cpu"), dist.get_world_size())
+    comm = make_comm(group, _CPU, dist.get_world_size())
 
     def gather(numel: int) -> float:
         full = torch.zeros(numel * comm.size)
@@ -158,7 +155,7 @@ def _link() -> Link:
             for work in pending.works:
                 work.wait()
 
-        return _slowest(_median(once, 15))
+        return _slowest(median_seconds(once, _CPU))
 
     small, large = 1 << 8, 1 << 21
     short, long = gather(small), gather(large)
@@ -179,19 +176,9 @@ def _measured(stage: int, model: nn.Module, batch: Batch, steps: int) -> float:
     for _ in range(3):
         train()
     dist.barrier()
-    seconds = _slowest(_median(train, steps))
+    seconds = _slowest(median_seconds(train, _CPU, steps))
     torch.compiler.reset()
     return seconds
-
-
-def _median(call: Callable[[], Any], repeats: int) -> float:
-    call()
-    times: list[float] = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def _slowest(seconds: float) -> float:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from kit.assets import default_cache
 from kit.corpus import Text, Windows, held_out_batches, python_manual, shakespeare
 from kit.display import Display, draw_losses
+from kit.options import training_parser
 from kit.world import World, join
 from torch import Tensor, nn
 
@@ -180,23 +180,19 @@ def write(compiled: Callable[[Tensor], Tensor], window: Tensor, count: int) -> T
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line; its defaults take about a minute on two CPU cores."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = training_parser(
+        __doc__,
+        unit="characters",
+        tiny="text from Python itself",
+        steps=160,
+        length=64,
+        batch=16,
+        lr=2e-3,
+        out=Path("runs/quickstart"),
     )
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
-    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--length", type=int, default=64, help="characters in a window")
-    parser.add_argument("--batch", type=int, default=16, help="windows per rank and step")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample-characters", type=int, default=120)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--cache", type=Path, default=default_cache())
-    parser.add_argument("--tiny", action="store_true", help="text from Python itself, no download")
     return parser.parse_args(argv)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kit import smollm2
-from kit.assets import default_cache
+from kit.options import training_parser
 from kit.world import join
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -97,24 +97,20 @@ def accuracy(found: Any) -> dict[str, float]:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line; its defaults suit two CPU cores."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = training_parser(
+        __doc__,
+        unit="tokens",
+        tiny="a small random model",
+        steps=40,
+        length=128,
+        batch=1,
+        lr=5e-5,
+        out=Path("runs/trainer_smollm2"),
     )
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
-    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps in all")
-    parser.add_argument("--length", type=int, default=128, help="tokens in a window")
-    parser.add_argument("--batch", type=int, default=1, help="windows per rank and backward")
     parser.add_argument("--accumulate", type=int, default=1, help="backwards per optimizer step")
-    parser.add_argument("--lr", type=float, default=5e-5, help="highest learning rate")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-windows", type=int, default=16, help="held-out windows in all")
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("runs/trainer_smollm2"))
-    parser.add_argument("--cache", type=Path, default=default_cache())
-    parser.add_argument("--tiny", action="store_true", help="a small random model, no download")
     return parser.parse_args(argv)
 
 

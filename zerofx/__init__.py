@@ -4,11 +4,14 @@ Most programs import nothing of this package: the backends `zero` and `zero0` to
 by name. Authors of passes find the vocabulary in `zerofx.passes`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zerofx.api import (
     GradScaler,
     drift,
-    explain,
-    from_deepspeed,
     load_safetensors,
     meta_init,
     no_sync,
@@ -21,6 +24,10 @@ from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
 from zerofx.passes.changes import after, before, replace, without
 from zerofx.passes.registry import register_pass
+
+if TYPE_CHECKING:
+    from zerofx.debug.explain import explain
+    from zerofx.integrations.deepspeed.translate import from_deepspeed
 
 __all__ = [
     "GradScaler",
@@ -42,3 +49,19 @@ __all__ = [
     "unshard",
     "without",
 ]
+
+_HOMES = {
+    "explain": "zerofx.debug.explain",
+    "from_deepspeed": "zerofx.integrations.deepspeed.translate",
+}
+"""Where names are that few programs need: imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator
+from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
-from zerofx.cost.link import Link
-from zerofx.debug.explanation import Explanation, explain_model
-from zerofx.debug.outcome import Setting
 from zerofx.errors import ShardingError
-from zerofx.frontend.planner import DATACENTER_GPU, Machine
-from zerofx.integrations.deepspeed.translate import from_deepspeed
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
@@ -38,8 +31,6 @@ from zerofx.torch_private import unwrap_compiled
 __all__ = [
     "GradScaler",
     "drift",
-    "explain",
-    "from_deepspeed",
     "load_safetensors",
     "meta_init",
     "no_sync",
@@ -118,8 +109,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     same: the result does not differ, and no memory is spent. On a hybrid mesh they reduce inside
     the groups, and hold a sum as large as the shards until that backward shares it across groups.
 
-    `zero_grad()` inside drops the sum, but for `zero_grad(set_to_none=False)` of an optimizer built
-    with `foreach=True` or `fused=True`, which leaves no trace on a `DTensor`.
+    `zero_grad()` inside drops the sum.
 
     Raises:
         ShardingError: the model is not sharded (yet).
@@ -160,45 +150,6 @@ def unshard(
             for name, state in states.items():
                 state.shard.copy_(local_tensor(cut(values[name], state)))
                 state.dirty = True
-
-
-def explain(
-    model: nn.Module,
-    *inputs: Any,
-    named: Mapping[str, Any] | None = None,
-    config: ZeroConfig | None = None,
-    world_size: int | None = None,
-    machine: Machine = DATACENTER_GPU,
-    link: Link | None = None,
-    memory_bytes: int | None = None,
-) -> Explanation:
-    """What zerofx makes of a model: print it, or ask `.why("unshard.layers.3")`.
-
-    Rehearsed on fake tensors in this process: no ranks, no device and no memory are needed, and the
-    model is neither run nor changed. `zerofx explain script.py` explains a whole training loop.
-
-    Args:
-        model: plain, not sharded yet.
-        inputs: of its forward; only shapes and dtypes count.
-        named: inputs by name.
-        config: stage and options; stage 3 by default.
-        world_size: number of ranks; by default that of the process group, or 8 without one.
-        machine: where it would train.
-        link: in place of the machine's.
-        memory_bytes: that a rank may use; then changes that do not fit are not proposed.
-
-    Returns:
-        Graphs, breaks, predicted step and memory, collectives, and the changes that would help.
-
-    Raises:
-        UnsupportedError: the model is sharded already, or nothing of it trains.
-    """
-    if link is not None:
-        machine = dataclasses.replace(machine, link=link)
-    if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 8
-    setting = Setting(config or ZeroConfig(), world_size, machine, memory_bytes)
-    return explain_model(unwrap_compiled(model), inputs, dict(named or {}), setting)
 
 
 def refresh(model: nn.Module) -> None:

@@ -49,6 +49,8 @@ class ZeroConfig:
             the dtype of computation, so that backward, and later micro-batches of an accumulation
             (`accumulate`, `no_sync`), gather inside the node (hpZ of ZeRO++). It costs the size of
             the model divided by the ranks of a node; there must be several nodes of several ranks.
+            `codes`: of what `quantize_weights` gathers, the codes that arrived are kept, as they
+            are, and gathered again: a quarter of the memory and of the bytes inside the node.
         accumulate: number of backward passes per optimizer step. Stages 0 and 1 then send gradients
             once per `accumulate` backwards and hold the full local sum meanwhile; stages 2 and 3
             reduce every time, since their gradients are sharded at rest, but replica groups share
@@ -72,6 +74,10 @@ class ZeroConfig:
             the master copy. All parameters follow, buffers do not. By default nothing is cast.
         reduce_dtype: dtype in which gradients travel and are averaged; each mean is then cast to
             its parameter's dtype. By default gradients travel as they are computed.
+        quantize: `auto`: codes travel only where they save more time on the link than their kernels
+            take, as the cost model finds for each graph; rank 0 decides. The codecs are those of
+            `quantize_weights` and `quantize_gradients`, or `int8` for both if neither is given. By
+            default codes travel wherever those two ask for them.
         quantize_weights: gathers of stage 3 send codes (qwZ of ZeRO++): `int8`, `int4` or `fp8`, if
             need be with block size and kind, as in `int8x128.asymmetric`. By default numbers travel
             as they are.
@@ -105,7 +111,7 @@ class ZeroConfig:
     mesh: DeviceMesh | None = None
     replicate: int = 1
     ranks_per_node: int | None = None
-    secondary_shards: bool = False
+    secondary_shards: bool | Literal["codes"] = False
     accumulate: int = 1
     broadcast_buffers: bool = True
     min_shard_numel: int = 512
@@ -115,6 +121,7 @@ class ZeroConfig:
     device_memory: int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    quantize: Literal["auto"] | None = None
     quantize_weights: str | None = None
     quantize_gradients: str | tuple[str, str] | None = None
     quantize_exact: str | tuple[str, ...] = ("*embed*", "*_emb*", "*norm*")
@@ -130,10 +137,19 @@ class ZeroConfig:
     measure: int | None = dataclasses.field(default=None, compare=False)
 
     @property
-    def gradient_codecs(self) -> tuple[str, str]:
+    def weight_codec(self) -> str | None:
+        """Name of the codec of weights."""
+        return "int8" if self._codecs_are_chosen and self.stage == 3 else self.quantize_weights
+
+    @property
+    def gradient_codecs(self) -> tuple[str, str] | None:
         """Names of the codecs of gradients: inside a node, or of the only hop; between nodes."""
-        given = self.quantize_gradients or ""
+        given = "int8" if self._codecs_are_chosen else self.quantize_gradients
         return (given, given) if isinstance(given, str) else given
+
+    @property
+    def _codecs_are_chosen(self) -> bool:
+        return self.quantize == "auto" and self.quantize_weights is self.quantize_gradients is None
 
     @property
     def added_passes(self) -> tuple[str, ...]:
@@ -168,13 +184,19 @@ class ZeroConfig:
             (_is_float(self.param_dtype), "param_dtype", _FLOATS),
             (_is_float(self.reduce_dtype), "reduce_dtype", _FLOATS),
             (_is_float(self.output_dtype), "output_dtype", _FLOATS),
+            (self.quantize in (None, "auto"), "quantize", 'None or "auto"'),
+            (
+                self.secondary_shards in (False, True, "codes"),
+                "secondary_shards",
+                'False, True or "codes" (those of quantize_weights)',
+            ),
             (
                 _are_texts(self.quantize_weights or "", num=1),
                 "quantize_weights",
                 'None or a codec, such as "int8"',
             ),
             (
-                _are_texts(self.gradient_codecs, num=2),
+                _are_texts(self.gradient_codecs or ("", ""), num=2),
                 "quantize_gradients",
                 'None, a codec such as "int8", or two of them',
             ),
@@ -195,7 +217,7 @@ class ZeroConfig:
             if not good:
                 given = getattr(self, name)
                 raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
-        if self.drift_every is not None and not (self.quantize_weights or self.quantize_gradients):
+        if self.drift_every is not None and self.weight_codec is self.gradient_codecs is None:
             raise ConfigError(
                 "option drift_every has no meaning where nothing is quantized",
                 "give quantize_weights or quantize_gradients, or leave it out",
@@ -209,10 +231,15 @@ class ZeroConfig:
                 "options mesh and replicate contradict each other",
                 "give the 2-D mesh (replicate, shard) alone, or replicate=k alone",
             )
+        if self.secondary_shards == "codes" and self.weight_codec is None and self.stage == 3:
+            raise ConfigError(
+                'option secondary_shards="codes" has no meaning where gathers send numbers',
+                'set quantize_weights="int8" too, or use secondary_shards=True',
+            )
         if self.secondary_shards and self.stage != 3:
             raise ConfigError(
-                f"option secondary_shards=True has no meaning at stage {self.stage}, where "
-                "parameters are not sharded between forward and backward",
+                f"option secondary_shards={self.secondary_shards!r} has no meaning at stage "
+                f"{self.stage}, where parameters are not sharded between forward and backward",
                 'use backend="zero3", or leave secondary_shards out',
             )
         if self.mesh is not None and self.mesh.ndim not in (1, 2):

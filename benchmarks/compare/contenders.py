@@ -55,17 +55,22 @@ class Contender:
 _TITAN = "torchtitan.experiments.graph_trainer"
 CONTENDERS: dict[str, Contender] = {}
 
+_BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+_ALL_BUT_NORMS = {"quantize_exact": "*norm*"}
 _WEIGHTS = {"quantize_weights": "int8"}
 _GRADIENTS = {"quantize_gradients": ("int8", "int4")}
 _SECONDARY = {"secondary_shards": True}
 ZEROPP: dict[str, dict[str, Any]] = {
-    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
-    "qwz": _WEIGHTS,
-    "hpz": _SECONDARY,
-    "qgz": _GRADIENTS,
-    "qwz_qgz": _WEIGHTS | _GRADIENTS,
+    "codes": _WEIGHTS | _GRADIENTS,
+    "codes_embed": _WEIGHTS | {"quantize_gradients": "int4"} | _ALL_BUT_NORMS,
     "all": _WEIGHTS | _GRADIENTS | _SECONDARY,
-    "all_blocks": _WEIGHTS | _GRADIENTS | _SECONDARY | {"quantize_exact": "*norm*"},
+    "all_embed": _WEIGHTS | _GRADIENTS | _SECONDARY | _ALL_BUT_NORMS,
+    "bf16": _BF16,
+    "bf16_qwz": _BF16 | _WEIGHTS | _ALL_BUT_NORMS,
+    "bf16_hpz": _BF16 | _SECONDARY,
+    "bf16_qgz": _BF16 | _GRADIENTS | _ALL_BUT_NORMS,
+    "bf16_codes": _BF16 | _WEIGHTS | {"quantize_gradients": "int4"} | _ALL_BUT_NORMS,
+    "bf16_all": _BF16 | _WEIGHTS | _GRADIENTS | _SECONDARY | _ALL_BUT_NORMS,
 }
 
 

@@ -140,14 +140,12 @@ def no_errors(codec: Codec, num_blocks: int) -> Tensor:
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=lambda codec: codec.name)
 def test_feedback_pays_back_what_coding_took(codec: Codec) -> None:
-    """The mean of what was sent in 40 steps, of gradients that vary a little."""
+    """The mean of what was sent in 40 steps."""
     x, errors = gaussian(codec.block * 20), no_errors(codec, 20)
-    given = [x + 0.01 * gaussian(x.numel(), step) for step in range(40)]
-    wanted = torch.stack(given).mean(0)
-    paid = torch.stack([sent_with(errors, g, codec, n) for n, g in enumerate(given)]).mean(0)
-    lost = torch.stack([round_trip(g, codec.plain, n) for n, g in enumerate(given)]).mean(0)
-    share = 2 if codec.rounding == "stochastic" else 4
-    assert error(paid, wanted) < error(lost, wanted) / share
+    paid = torch.stack([sent_with(errors, x, codec, seed) for seed in range(40)]).mean(0)
+    lost = torch.stack([round_trip(x, codec.plain, seed) for seed in range(40)]).mean(0)
+    share = 2 if codec.rounding == "stochastic" else 5
+    assert error(paid, x) < error(lost, x) / share
 
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=lambda codec: codec.name)
@@ -159,8 +157,11 @@ def test_errors_of_what_is_not_finite_or_of_a_burst_do_not_last(codec: Codec) ->
         burst[codec.block + 3] = bad
         first = sent_with(errors, burst, codec).view(4, -1)
         assert first[[0, 2, 3]].isfinite().all()
-        after = sent_with(errors, x, codec, 1)
-        assert error(after, x) < 1.2 * error(round_trip(x, codec.plain, 1), x)
+        # Of a finite burst, a fifth of what the numbers beside it lost is owed.
+        after = [sent_with(errors, x, codec, seed) for seed in range(20)]
+        usual = error(round_trip(x, codec.plain), x)
+        assert error(after[0], x) < usual + (0.2 if bad == 1e30 else 0.3 * usual)
+        assert error(after[-1], x) < 1.3 * usual
 
 
 @named

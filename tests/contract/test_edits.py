@@ -120,6 +120,33 @@ def test_edits_are_seen(stage: int) -> None:
     run_ranks(2, _seen, stage)
 
 
+def _scale_data(model: Any) -> None:
+    for param in model.parameters():
+        param.data.mul_(1.5)
+
+
+def _scale_lists(model: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 1.5)
+
+
+def _seen_after_a_step(stage: int) -> None:
+    """Clipped weights, swapped averages: none of these edits changes a version."""
+    for edit in (_scale_data, _scale_lists):
+        model, ddp = net(), twin(net())
+        run = compiled(model, stage)
+        for one, trained in ((run, model), (ddp, ddp)):
+            train(one, sgd(trained), 1)
+            edit(trained)
+        with torch.no_grad():
+            close(run(*data(1)), ddp(*data(1)), f"{edit.__name__} after a step")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_without_a_trace_are_seen_after_a_step(stage: int) -> None:
+    run_ranks(2, _seen_after_a_step, stage)
+
+
 def _wrong_state_dicts() -> None:
     model = net()
     zerofx.shard(model, config(3))

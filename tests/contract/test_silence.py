@@ -96,9 +96,15 @@ def _names_in_the_guard() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     plain(data(0)[0]).sum().backward()
     before = plain[0].weight.detach().clone()
-    with refused("0.weight", "0.bias", "only this rank", kind=UnreducedGradientError):
+    named = ("0.weight", "0.bias", "only this rank", "nn.Sequential", "torch.compile(model, …)")
+    with refused(*named, kind=UnreducedGradientError):
         optimizer.step()
     assert torch.equal(plain[0].weight, before)
+    run = compiled(plain, 3)
+    optimizer.zero_grad()
+    run(data(0)[0]).sum().backward()
+    optimizer.step()
+    assert sharded(plain)
     torch._dynamo.reset()
     model.first.compile(backend="zero3", options=FAST)
     with refused("first.weight", "last.bias", kind=UnreducedGradientError):

@@ -82,6 +82,18 @@ def test_figures_agree_with_each_other() -> None:
     assert sum(outcome.peak.__dict__[part] for part in ("params", "grads", "optimizer")) > 0
 
 
+def test_reports_and_the_screen_know_the_same_machine() -> None:
+    found = explained(link=1e8)
+    seconds = {
+        (region, each["node"]): (each["seconds"], each["exposed_seconds"])
+        for region, report in found.reports.items()
+        for each in report["collectives"]
+    }
+    for each in found.collectives:
+        shown = seconds[each.region, each.name]
+        assert shown == pytest.approx((each.seconds, each.exposed), abs=1e-8)
+
+
 def test_changes_are_planned_and_their_gains_are_those_of_their_programs() -> None:
     found = explained(link=1e9)
     best = {change.option: change for change in searched(found).best}

@@ -49,7 +49,8 @@ def _train(folder: Path, stage: int, options: dict[str, Any]) -> None:
 
 
 def _load(folder: Path) -> list[Any]:
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    number = len(list(folder.glob("rank*.pt")))
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(number)]
 
 
 def _tensors(values: list[Any]) -> list[torch.Tensor]:
@@ -62,13 +63,29 @@ def _tensors(values: list[Any]) -> list[torch.Tensor]:
 def test_forward_and_backward_run_on_their_own(
     stage: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    run_ranks(2, _train, tmp_path, stage, options)
+    for text in _compared(2, stage, options, tmp_path):
+        assert "zerofx import" not in text and "from zerofx." not in text and "# norm\n" in text
+
+
+CODES = {"quantize_weights": "int4x32", "quantize_gradients": "int4x32"}
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(2, CODES | POLICY), (4, CODES)])
+def test_so_do_quantized_programs(ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """One hop and two; the kernels' reference is all that the files need of zerofx."""
+    options = {**options, "quantize_exact": (), "ranks_per_node": 2}
+    forward, backward = _compared(ranks, 3, options, tmp_path)
+    assert "unshard_codes(" in forward and "reduce_codes(" in backward
+    assert "of which it needs the kernels' reference" in backward
+
+
+def _compared(ranks: int, stage: int, options: dict[str, Any], tmp_path: Path) -> list[str]:
+    """The files of forward and backward, which were run and computed the bits of the ranks."""
+    run_ranks(ranks, _train, tmp_path, stage, options)
     (dump,) = (tmp_path / "dump").glob("graph*")
-    for name in ("forward", "backward"):
-        text = (dump / name / "program.py").read_text()
-        assert "import zerofx" not in text and "# norm\n" in text
     folders = [str(tmp_path / name) for name in ("forward", "saved", "backward", "gradients")]
-    torchrun(dump / "forward" / "program.py", *folders[:2], str(SEED), alone=True)
+    where: Any = {"alone": "quantize_weights" not in options, "ranks": ranks}
+    torchrun(dump / "forward" / "program.py", *folders[:2], str(SEED), **where)
     expected = _load(tmp_path / "expected")
     for rank, (want, got) in enumerate(zip(expected, _load(tmp_path / "saved"), strict=True)):
         number = want["num_user_outputs"]
@@ -76,9 +93,10 @@ def test_forward_and_backward_run_on_their_own(
         assert torch.equal(loss, want["loss"]), f"rank {rank}"
         (tmp_path / "backward").mkdir(exist_ok=True)
         torch.save([*got[number:], torch.ones_like(loss)], tmp_path / "backward" / f"rank{rank}.pt")
-    torchrun(dump / "backward" / "program.py", *folders[2:], alone=True)
+    torchrun(dump / "backward" / "program.py", *folders[2:], **where)
     for want, got in zip(expected, _load(tmp_path / "gradients"), strict=True):
         grads = _tensors(want["grads"])
         assert len(grads) == len(_tensors(got)) == (8 if options else 10)
         for one, other in zip(_tensors(got), grads, strict=True):
             assert torch.equal(one, other)
+    return [(dump / name / "program.py").read_text() for name in ("forward", "backward")]

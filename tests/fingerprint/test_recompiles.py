@@ -6,8 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torch.distributed.tensor import DTensor
+
 from tests.fingerprint.chain import Chain, fit
+from tests.hard.pair import EAGER, STAGES, Pair
+from tests.models import batch, make
 from tests.ranks import RanksFailed, run_ranks
+from zerofx.errors import UnreducedGradientError
 
 
 def _fit_with_new_length() -> tuple[list[float], int]:
@@ -38,3 +43,41 @@ def test_the_recompile_limit_is_an_error() -> None:
     assert failure.kind == "UnsupportedError"
     assert "Chain.forward was recompiled too often" in failure.message
     assert "layers.0.weight" in failure.message and "recompile_limit" in failure.message
+
+
+def _two_models_with_one_limit() -> str:
+    """Dynamo counts variants of a function, whichever model it runs for."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        fit(Chain(), 1, steps=1)
+        second = Chain()
+        try:
+            fit(second, 1, steps=1)
+        except UnreducedGradientError as error:
+            torch.compiler.reset()  # the remedy
+            fit(second, 1, steps=1)
+            assert all(isinstance(param, DTensor) for param in second.parameters())
+            return str(error)
+    return ""
+
+
+def test_a_model_that_dynamo_never_compiled_is_an_error_at_the_step() -> None:
+    for message in run_ranks(2, _two_models_with_one_limit):
+        assert "recompile_limit" in message and "layers.0.weight" in message, message
+
+
+def _without_programs(stage: int) -> None:
+    """Where Dynamo runs a compiled model's code as it is, markers compute what programs do."""
+    pair = Pair(make("frozen"), stage, {**EAGER, "accumulate": 2}, rtol=1e-6)
+    for number in range(8):
+        how = "default" if number in (0, 5) else "force_eager"
+        with torch.compiler.set_stance(how):
+            pair.backward(
+                lambda run, number: run(*batch("frozen", dist.get_rank(), number)), number
+            )
+        if number % 2:
+            pair.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_code_that_runs_without_its_program_trains_the_same(stage: int) -> None:
+    run_ranks(2, _without_programs, stage)

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.hard.pair import EAGER, STAGES, Pair, draw
 from tests.hard.wire import Wire, watched
 from tests.ranks import run_ranks
-from zerofx.errors import UnreducedGradientError
+from zerofx.errors import UnreducedGradientError, UnsupportedError
 
 
 class Sides(nn.Module):
@@ -97,10 +98,11 @@ def test_stages_0_and_1_send_gradients_once(stage: int) -> None:
         assert calls == 6 * micro + gathers, (how, calls)
 
 
-def _clears(stage: int, how: str, set_to_none: bool) -> None:
+def _clears(stage: int, how: str, set_to_none: bool, **optimizer: bool) -> None:
     """`zero_grad` in the middle of an accumulation forgets what was held back."""
     options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
     pair = Pair(Sides(), stage, options, rtol=1e-6)
+    pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=pair.lr, **optimizer)
     with torch.no_grad():
         pair.run(draw(4, 7), _BOTH)
     for number in range(2):
@@ -117,6 +119,59 @@ def _clears(stage: int, how: str, set_to_none: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_zero_grad_in_between(stage: int, how: str, set_to_none: bool) -> None:
     run_ranks(2, _clears, stage, how, set_to_none)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "accumulate"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_zero_grad_of_foreach_optimizers(stage: int, how: str) -> None:
+    run_ranks(2, _clears, stage, how, set_to_none=False, foreach=True)
+
+
+class Reentrant(nn.Module):
+    """Two regions checkpointed the old way, each of which runs a backward inside backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(self.second, torch.tanh(x), use_reentrant=True)
+        return x.square().mean()
+
+
+def _reentrant(stage: int, how: str) -> str:
+    options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
+    pair = Pair(Reentrant(), stage, options, rtol=1e-6)
+
+    def loss(run: Any, number: int) -> Tensor:
+        return run(draw(4, 7, seed=number))
+
+    pair.run(draw(4, 7))
+    for stance in ("default", "force_eager"):
+        for number in range(4):
+            held = how == "no_sync" and number % 2 == 0
+            with (
+                torch.compiler.set_stance(stance),
+                zerofx.no_sync(pair.model) if held else contextlib.nullcontext(),
+            ):
+                try:
+                    pair.backward(loss, number)
+                except UnsupportedError as error:
+                    return stance + str(error)
+            if number % 2:
+                pair.step()
+    return ""
+
+
+@pytest.mark.parametrize("how", ["default", "no_sync", "accumulate"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_checkpoints_that_run_a_backward_of_their_own(stage: int, how: str) -> None:
+    for message in run_ranks(2, _reentrant, stage, how):
+        if how == "accumulate" and stage < 2:
+            assert message.startswith("force_eager") and "use_reentrant=False" in message, message
+        else:
+            assert not message, message
 
 
 def _steps_too_early(stage: int, how: str) -> str:

@@ -77,6 +77,25 @@ def test_freezing_and_thawing_during_a_run(stage: int) -> None:
     run_ranks(2, _toggled, stage)
 
 
+def _toggled_between_micro_batches(stage: int) -> None:
+    """Of a parameter frozen or thawed in between, the micro-batches that train it count."""
+    pair = Pair(make("frozen"), stage, {**EAGER, "accumulate": 3}, rtol=1e-6)
+    loss = _zoo_loss("frozen")
+    pair.run(*batch("frozen", 0, 0))
+    for first, then in ((True, False), (False, True)):
+        for number, trains in enumerate((first, then, then)):
+            for model in (pair.model, pair.plain):
+                model.first.weight.requires_grad_(trains)
+                model.middle.bias.requires_grad_(not trains)
+            pair.backward(loss, number)
+        pair.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_freezing_and_thawing_between_micro_batches(stage: int) -> None:
+    run_ranks(2, _toggled_between_micro_batches, stage)
+
+
 def _zoo_loss(name: str):
     def loss(run: nn.Module, number: int) -> Tensor:
         return run(*batch(name, torch.distributed.get_rank(), number))
@@ -123,6 +142,25 @@ def _zoo(name: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_thin_empty_scalar_mixed_and_unused(name: str, stage: int) -> None:
     run_ranks(2, _zoo, name, stage)
+
+
+def _assigned(stage: int) -> None:
+    """`load_state_dict(assign=True)` where a rank has no rows of several parameters."""
+    pair = Pair(make("thin"), stage, rtol=1e-6)
+    loss = _zoo_loss("thin")
+    pair.train(loss, 1)
+    for sharded in (False, True, True):
+        halves = {name: value * 0.5 for name, value in pair.plain.state_dict().items()}
+        ours = {name: value * 0.5 for name, value in pair.model.state_dict().items()}
+        pair.model.load_state_dict(ours if sharded else halves, assign=True)
+        pair.plain.load_state_dict(halves)
+        pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=pair.lr)
+        pair.train(loss, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_assigning_to_parameters_of_which_a_rank_has_no_rows(stage: int) -> None:
+    run_ranks(2, _assigned, stage)
 
 
 class Returning(nn.Module):

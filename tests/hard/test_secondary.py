@@ -27,8 +27,8 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
-        self.middle = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 7))
+        self.first, self.last = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+        self.middle = nn.Sequential(nn.Linear(9, 3), nn.Tanh(), nn.Linear(3, 9))
         self.last.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,8 +193,12 @@ def _results(options: dict[str, Any], scenarios: tuple[Scenario, ...]) -> list[l
     return results
 
 
-def _differences(options: dict[str, Any], scenarios: tuple[Scenario, ...]) -> list[str]:
-    want, got = (_results({**options, "secondary_shards": on}, scenarios) for on in (False, True))
+def _differences(
+    options: dict[str, Any], scenarios: tuple[Scenario, ...], secondary: bool | str = True
+) -> list[str]:
+    want, got = (
+        _results({**options, "secondary_shards": each}, scenarios) for each in (False, secondary)
+    )
     return [
         scenario.__name__
         for scenario, one, other in zip(scenarios, want, got, strict=True)
@@ -216,3 +220,12 @@ def test_nor_does_it_from_those_that_forward_decoded() -> None:
     options = {**NODES, "quantize_weights": "int8x32", "quantize_exact": ()}
     scenarios = (_trained, _accumulated)
     assert run_ranks(4, _differences, options, scenarios, timeout=220) == [[]] * 4
+
+
+def test_nor_does_it_from_those_that_forward_received() -> None:
+    """Codes are kept and gathered as they came; every weight is wide enough for some."""
+    options = {**STRICT, "quantize_weights": "int4x32", "quantize_exact": ()}
+    scenarios = (_trained, _two_forwards, _edited, _stepped, _loaded, _evaluated, _by_hand)
+    more = (_accumulated, _copied)
+    found = run_ranks(4, _differences, options, (*scenarios, *more), "codes", timeout=220)
+    assert found == [[]] * 4

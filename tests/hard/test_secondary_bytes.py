@@ -15,7 +15,9 @@ from benchmarks.accounting import measure
 from tests.hard.pair import EAGER, draw
 from tests.hard.wire import Wire, watched
 from tests.ranks import run_ranks
+from zerofx.cost.memory import FP32_ADAM, states
 from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.frontend.rehearsal import describe_params, lay_out
 from zerofx.runtime.collectives import all_gather
 from zerofx.runtime.secondary import node_comm
 from zerofx.sharding.shard import session_of
@@ -40,8 +42,8 @@ def _frozen_stack(options: dict[str, Any]) -> tuple[Any, Tensor]:
     return run, draw(2, 8).requires_grad_()
 
 
-def _gathers(secondary: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    run, x = _frozen_stack({"secondary_shards": secondary, "min_shard_numel": 64})
+def _gathers(secondary: bool | str, **options: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    run, x = _frozen_stack({"secondary_shards": secondary, "min_shard_numel": 64, **options})
     run(x).sum().backward()
     with watched() as forward:
         loss = run(x).sum()
@@ -56,6 +58,43 @@ def test_backward_gathers_send_nothing_across_nodes() -> None:
     everywhere = 3 * quarter, 3 * 2 * quarter
     assert run_ranks(4, _gathers, False, timeout=120) == [(everywhere, everywhere)] * 4
     assert run_ranks(4, _gathers, True, timeout=120) == [(everywhere, (0, 3 * half))] * 4
+
+
+def test_codes_are_gathered_inside_the_node() -> None:
+    one = 16 + 16  # bytes of a parcel: 32 codes of 4 bits, and scales
+    options = {"quantize_weights": "int4x32"}
+    everywhere, inside = (3 * one, 3 * 2 * one), (0, 3 * 2 * one)
+    assert run_ranks(4, _gathers, "codes", timeout=120, **options) == [(everywhere, inside)] * 4
+    numbers = (0, 3 * 64 * 4 // 2)
+    assert run_ranks(4, _gathers, True, timeout=120, **options) == [(everywhere, numbers)] * 4
+
+
+def _kept(options: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of secondary shards on this rank, and what a plan counts."""
+    model = nn.Sequential(nn.Embedding(40, 9), nn.Linear(9, 33), nn.LayerNorm(33))
+    config = zerofx.ZeroConfig(**{**STRICT, **options, "min_shard_numel": 0})
+    plain = describe_params(model)
+    run = torch.compile(zerofx.shard(model, config), backend="zero3")
+    run(torch.zeros(2, dtype=torch.int64)).sum().backward()
+    session = session_of(model)
+    assert session is not None and session.sharded.secondary is not None
+    with_copies, without = (
+        states(lay_out(plain, each, 4), FP32_ADAM).params
+        for each in (config, dataclasses.replace(config, secondary_shards=False))
+    )
+    return session.sharded.secondary.num_bytes, with_copies - without
+
+
+def test_a_plan_counts_codes_where_codes_are_kept() -> None:
+    coded = {"quantize_weights": "int8x64.asymmetric", "secondary_shards": "codes"}
+    numbers = {"quantize_weights": "int8x64.asymmetric", "secondary_shards": True}
+    sizes = {}
+    for name, options in (("codes", coded), ("numbers", numbers)):
+        for held, planned in run_ranks(4, _kept, options, timeout=120):
+            assert held == planned
+            sizes[name] = held
+    # The matrix of 33 rows, 9 on each of four ranks: 81 numbers are two blocks.
+    assert sizes["numbers"] - sizes["codes"] == -(-33 * 9 // 2) * 4 - 2 * (2 * 64 + 2 * 16)
 
 
 def _micro_batches() -> list[int]:
@@ -112,6 +151,10 @@ def test_refused_where_they_could_not_serve() -> None:
     assert "all 2 ranks that share the parameters are on one node" in groups
     with pytest.raises(ConfigError, match="no meaning at stage 2"):
         zerofx.ZeroConfig(stage=2, secondary_shards=True)
+    with pytest.raises(ConfigError, match=r"secondary_shards='int8' is not.*\"codes\""):
+        zerofx.ZeroConfig(secondary_shards="int8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match='"codes" has no meaning.*quantize_weights="int8"'):
+        zerofx.ZeroConfig(secondary_shards="codes", quantize_gradients="int8")
 
 
 def _by_the_backend() -> bool:

@@ -10,6 +10,7 @@ from tests.hand_program import Hand
 from tests.ir.test_verify import PARAMS, V, W, refused
 from tests.program_builder import layout_of, specs_of
 from zerofx.ir import ops
+from zerofx.ir.codes import sent
 from zerofx.ir.facts import NODE, Role, facts, set_facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, Region
@@ -62,3 +63,41 @@ def test_bytes_that_leave_a_node() -> None:
     assert groups.sent_across(400, reduces=True) == 100
     assert Layout(1, 1, 4, False, node_size=4).sent_across(8, reduces=True) == 0
     assert Layout(1, 1, 4, False, node_size=2).sent_across(8, reduces=True) == 8
+
+
+_CODES = dataclasses.replace(_NODES, secondary_codes=True)
+
+
+def _coded(layout: Layout, region: Region, axis: str, *more: object) -> Program:
+    """Gathers one matrix as codes, with what `more` says about keeping them."""
+    hand = Hand(specs_of({"w": (40, 40)}, layout), region)
+    args = ([hand.shard("w")], layout.handle, *more)
+    start = hand.call(ops.UNSHARD_START, *args, role=Role.UNSHARD, param="w")
+    set_facts(start, dataclasses.replace(facts(start), members=("w",), axis=axis))
+    program = hand.program([hand.wait(start)])
+    if ops.codecs(start):
+        found = dataclasses.asdict(sent(program, start))
+        set_facts(start, dataclasses.replace(facts(start), **found))
+    return dataclasses.replace(program, read_later=frozenset("w"))
+
+
+def test_codes_of_which_the_node_holds_numbers() -> None:
+    program = _coded(_NODES, Region.BACKWARD, NODE, "int8x64")
+    refused(program, "inside_the_node", "unshard.w gathers codes of w, of which its node holds")
+    verify(_coded(_CODES, Region.BACKWARD, NODE, "int8x64"), ["add_secondary_shards"])
+
+
+def test_only_a_forward_that_gathers_codes_keeps_them() -> None:
+    for region, codec in ((Region.BACKWARD, "int8x64"), (Region.FORWARD, None)):
+        program = _coded(_CODES, region, "shard", codec, True)
+        refused(program, "inside_the_node", "unshard.w keeps codes, which only a forward")
+    verify(_coded(_CODES, Region.FORWARD, "shard", "int8x64", True), ["add_secondary_shards"])
+
+
+def test_codes_inside_a_node_state_their_bytes() -> None:
+    program = _coded(_CODES, Region.BACKWARD, NODE, "int8x64")
+    (start,) = program.calls(ops.UNSHARD_START)
+    # 10 rows of 40 are 7 blocks with 8 slots for scales; two ranks' parcels go to one neighbour.
+    assert facts(start).wire_bytes == 2 * (7 * 64 + 8 * 4)
+    set_facts(start, dataclasses.replace(facts(start), wire_bytes=3))
+    refused(program, "codes_as_stated", "unshard.w states 3 B")

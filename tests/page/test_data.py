@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from zerofx.cost.liveness import NOTHING_HELD, held_after, live_bytes
 from zerofx.cost.machine import Machine, already_whole, machine_of
 from zerofx.cost.tables import CommCost, CommTable
 from zerofx.frontend.rehearsal import Rehearsal
+from zerofx.frontend.report import VERSION
 
 SLOW = Machine("cpu", Roofline(), Link(1e8, 1e-4))
 FAST = Machine("cpu", Roofline(1e12, 1e11), Link(1e9, 1e-4))
@@ -121,6 +124,11 @@ def test_a_report_adds_up(gpt: Rehearsal, stage: int, tmp_path: Path) -> None:
         names = {node["name"] for node in program["nodes"]}
         assert memory["peak_node"] in names
         assert {span["node"] for span in timeline["spans"]} <= names
+
+
+def test_the_page_reads_the_schema_that_is_written() -> None:
+    source = files("zerofx.page").joinpath("main.js").read_text()
+    assert re.findall(r"version === (\d+)", source) == [str(VERSION)]
 
 
 def test_a_gather_of_what_is_there_takes_no_time(gpt: Rehearsal) -> None:

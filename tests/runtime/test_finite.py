@@ -10,6 +10,7 @@ from torch import nn
 from tests.hard.pair import EAGER, full
 from tests.ranks import run_ranks
 from zerofx.errors import NonFiniteGradientError
+from zerofx.sharding.shard import session_of
 
 
 def _overflows(stage: int) -> tuple[str, ...]:
@@ -29,6 +30,8 @@ def _overflows(stage: int) -> tuple[str, ...]:
         optimizer.step()
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(full(param), value)
+    session = session_of(model)
+    assert session is not None and "finiteness" in session.journal.last()
     return caught.value.offenders
 
 

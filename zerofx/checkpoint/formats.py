@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -18,7 +18,7 @@ from zerofx.checkpoint.snapshot import State
 from zerofx.checkpoint.source import Source, Stored, Unread, meta
 from zerofx.checkpoint.writer import alone, find, is_complete
 from zerofx.errors import CheckpointError
-from zerofx.sharding.weights import files_of
+from zerofx.sharding.weights import files_of, readable
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
@@ -77,16 +77,13 @@ def _of_safetensors(path: Path) -> Source:
     model: dict[str, Stored] = {}
     files = files_of(path)
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    part = opened.get_slice(name)
-                    # An empty slice has the dtype, and costs nothing.
-                    some = part[:0] if part.get_shape() else opened.get_tensor(name)
-                    read = functools.partial(_read_safetensors, file, name)
-                    model[name] = Stored(meta(part.get_shape(), some.dtype), read)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", "write it again") from error
+        with readable(file), safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                part = opened.get_slice(name)
+                # An empty slice has the dtype, and costs nothing.
+                some = part[:0] if part.get_shape() else opened.get_tensor(name)
+                read = functools.partial(_read_safetensors, file, name)
+                model[name] = Stored(meta(part.get_shape(), some.dtype), read)
     return Source("safetensors", "safetensors", {"model": model}, tuple(files))
 
 

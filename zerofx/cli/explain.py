@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_o
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
 from zerofx.config import Stage, ZeroConfig
-from zerofx.cost.link import Link
+from zerofx.cost import machine as cost_machine
 from zerofx.debug.explain_text import as_data, as_text, why_data, why_text
 from zerofx.debug.explanation import Explanation, captured_of, explain_model, explanation_of
 from zerofx.debug.outcome import Setting
@@ -132,11 +133,10 @@ def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
 
 def _machine_here(session: Session) -> Machine:
     """This device, measured; the link as `zerofx bench comm` measured it, if it did."""
-    link, table = DATACENTER_GPU.link, session.network.table
-    if table is not None:
-        cost = table.best("all_gather", 4 << 20)
-        link = Link(1 / max(cost.beta, 1e-15), cost.alpha)
-    return Machine(session.device.type, measure_roofline(session.device), link)
+    machine = cost_machine.machine_of(session.device.type, session.network.table)
+    if not machine.measured:
+        machine = dataclasses.replace(machine, link=DATACENTER_GPU.link)
+    return dataclasses.replace(machine, roofline=measure_roofline(session.device))
 
 
 COMMAND = Command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from zerofx.cli import units
 from zerofx.cost.compute import Roofline
@@ -28,14 +29,18 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) -> Machine:
     """What was said, and `otherwise` for what was not."""
     roofline, link = otherwise.roofline, otherwise.link
-    return Machine(
-        args.device or otherwise.device,
-        Roofline(args.flops or roofline.flops, args.bandwidth or roofline.bytes_per_second),
-        Link(
-            args.link or link.bytes_per_second,
-            link.latency if args.latency is None else args.latency,
+    machine = dataclasses.replace(
+        otherwise,
+        device=args.device or otherwise.device,
+        roofline=Roofline(
+            args.flops or roofline.flops, args.bandwidth or roofline.bytes_per_second
         ),
     )
+    if args.link is None and args.latency is None:
+        return machine
+    latency = link.latency if args.latency is None else args.latency
+    said = Link(args.link or link.bytes_per_second, latency)
+    return dataclasses.replace(machine, link=said, reductions=None, measured=False)
 
 
 def num_ranks_of(args: argparse.Namespace, otherwise: int = 8) -> int:

@@ -23,5 +23,8 @@ class Link:
 
     def seconds(self, start: fx.Node) -> float:
         """Time of `unshard_start` or `reduce_start`; nothing if no byte leaves the rank."""
-        sent = facts(start).wire_bytes
+        return self.seconds_of(facts(start).wire_bytes)
+
+    def seconds_of(self, sent: int) -> float:
+        """Time of a collective in which a rank sends so many bytes."""
         return self.latency + sent / self.bytes_per_second if sent else 0.0

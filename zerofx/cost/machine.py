@@ -11,8 +11,17 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.cost.liveness import Transport
 from zerofx.cost.tables import CommTable
+from zerofx.ir.codes import kernels_at
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, is_call
+from zerofx.ir.kernels import operand_bytes
+from zerofx.ir.ops import (
+    REDUCE_START,
+    REDUCE_WAIT,
+    UNSHARD_START,
+    UNSHARD_WAIT,
+    is_call,
+    started_by,
+)
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 
@@ -48,10 +57,29 @@ class Machine:
             start: `unshard_start` or `reduce_start`.
             whole: parameters whose full values are there: see `already_whole`.
         """
-        if is_call(start, REDUCE_START):
-            return (self.reductions or self.link).seconds(start)
-        members = facts(start).members
-        return 0.0 if whole.issuperset(members) else self.link.seconds(start)
+        if is_call(start, UNSHARD_START) and whole.issuperset(facts(start).members):
+            return 0.0
+        return self.link_of(start).seconds(start)
+
+    def link_of(self, start: fx.Node) -> Link:
+        """The link as `unshard_start`, or `reduce_start`, finds it."""
+        return (self.reductions or self.link) if is_call(start, REDUCE_START) else self.link
+
+    def code_seconds(
+        self, program: Program, node: fx.Node, whole: frozenset[str] = frozenset()
+    ) -> float:
+        """Time of the kernels that make or read codes at a node: each byte is moved once.
+
+        Args:
+            program: where it is.
+            node: `unshard_start`, `reduce_start`, or a wait; of several waits the first counts.
+            whole: as above.
+        """
+        start = started_by(node) if is_call(node, UNSHARD_WAIT, REDUCE_WAIT) else node
+        if is_call(start, UNSHARD_START) and whole.issuperset(facts(start).members):
+            return 0.0
+        moved = sum(map(operand_bytes, kernels_at(program, node)))
+        return moved / self.roofline.bytes_per_second
 
 
 def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:

@@ -107,7 +107,7 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
             held = spec.padded_numel
         else:
             held = spec.chunk_rows * spec.row_numel
-        params += held * spec.dtype.itemsize + spec.secondary_numel * spec.full_dtype.itemsize
+        params += held * spec.dtype.itemsize + spec.secondary_bytes
         if spec.trainable:
             grads += own * spec.dtype.itemsize
             moments = 2 * spec.dtype.itemsize

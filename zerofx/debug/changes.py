@@ -11,6 +11,7 @@ import torch
 from zerofx.config import Stage
 from zerofx.debug.outcome import Outcome, Setting, kept_bytes, outcome_of, programs_of
 from zerofx.errors import ZeroFxError
+from zerofx.frontend.planner import at_stage
 from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.frontend.views import Programs
 from zerofx.passes.buckets import default_target
@@ -170,7 +171,10 @@ def _candidates(
         changed = dataclasses.replace(config, **{option: value})
         return _Candidate(option, str(value), dataclasses.replace(setting, config=changed))
 
-    yield from (with_("stage", stage) for stage in _STAGES if stage != config.stage)
+    for stage in _STAGES:
+        if stage != config.stage:
+            other = dataclasses.replace(setting, config=at_stage(config, stage))
+            yield _Candidate("stage", str(stage), other)
     whole = sum(spec.full_bytes for each in rehearsals[:1] for spec in each.params)
     now = config.bucket_bytes if config.bucket_bytes is not None else default_target(whole)
     sizes = {0, now // 4, now // 2, 2 * now, 4 * now, 16 * now} if now else {whole // 8, whole // 2}

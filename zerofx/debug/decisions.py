@@ -16,7 +16,7 @@ from zerofx.ir.text import diff
 
 _MOST_NAMES = 20
 _TOKEN = re.compile(r"[%\w.#–]+")
-_SPARED = ("kept: ", "freed: ")
+_DONE, _NOT_DONE = ("kept: ", "codes: "), ("freed: ", "numbers: ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,8 @@ def _decisions(
 
 def _said(what: str, reason: str) -> tuple[bool, str]:
     """A reason in words, and whether it is for something that was done."""
-    if reason.startswith(_SPARED):
-        return reason.startswith(_SPARED[0]), reason
+    if reason.startswith((*_DONE, *_NOT_DONE)):
+        return reason.startswith(_DONE), reason
     if what.partition(":")[2]:
         bucket, _, starts = what.partition(": ")
         return True, f"bucket {bucket} of {starts.count(',') + 1}, which ends here because {reason}"

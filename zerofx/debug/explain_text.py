@@ -13,6 +13,8 @@ from zerofx.debug.changes import Change, Search
 from zerofx.debug.decisions import Why
 from zerofx.debug.explanation import Explanation
 from zerofx.debug.outcome import CollectiveTime
+from zerofx.passes.quantize_reduces import QuantizeReduces
+from zerofx.passes.quantize_unshards import QuantizeUnshards
 
 _WIDTH = 100
 _MOST_ROWS = 6
@@ -157,6 +159,8 @@ def _step(found: Explanation) -> Iterator[str]:
     yield _row("", ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items()))
     if measured is not None and measured.peak_bytes is not None:
         yield _row("", f"measured {show_bytes(measured.peak_bytes)} (CUDA's allocator)")
+    for label, text in _weighed(found):
+        yield _row(label, text)
     number = found.outcome.num_collectives
     mean = found.outcome.sent_bytes / max(1, number)
     yield _row(
@@ -164,6 +168,23 @@ def _step(found: Explanation) -> Iterator[str]:
         f"{show_bytes(found.outcome.sent_bytes)} a step by each rank, in "
         f"{_count(number, 'collective')} of {show_bytes(mean)} on average",
     )
+
+
+def _weighed(found: Explanation) -> Iterator[tuple[str, str]]:
+    """What `quantize="auto"` came to, for each graph."""
+    named = {QuantizeUnshards.name: "weights", QuantizeReduces.name: "gradients"}
+    for region, report in found.reports.items():
+        for each in report["passes"]:
+            weighed = (each["plan"] or {}).get("weighed") if each["name"] in named else None
+            # Weights are listed in backward too, with the same figures.
+            if weighed and ("forward" in region) == (each["name"] == QuantizeUnshards.name):
+                chosen = "codes" if weighed["pays"] else "numbers"
+                yield (
+                    "auto",
+                    f"{named[each['name']]} travel as {chosen}: the graph takes "
+                    f"{show_seconds(weighed['exact'])} with numbers, "
+                    f"{show_seconds(weighed['coded'])} with codes",
+                )
 
 
 def _measured(found: Explanation) -> str:
@@ -186,21 +207,36 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
     worst = sorted(found, key=lambda each: -each.exposed)
     shown, rest = worst[:_MOST_ROWS], worst[_MOST_ROWS:]
     width = min(44, max(len(each.name) for each in shown))
-    yield f"{'collective':<{width}}  {'in':<8} {'sends':>8} {'hidden':>8} {'exposed':>8}"
+    wires = any(each.scale_bytes or each.across_bytes for each in found)
+    more = f" {'scales':>8} {'inside':>8} {'across':>8}" if wires else ""
+    yield f"{'collective':<{width}}  {'in':<8} {'sends':>8}{more} {'hidden':>8} {'exposed':>8}" + (
+        "  as" if wires else ""
+    )
     for each in shown:
-        yield _collective(each.name[:width].ljust(width), each.region, [each])
+        yield _collective(each.name[:width].ljust(width), each.region, [each], wires)
     if rest:
-        yield _collective(f"{len(rest)} others".ljust(width), "", rest)
-    yield _collective("all".ljust(width), "", found)
+        yield _collective(f"{len(rest)} others".ljust(width), "", rest, wires)
+    yield _collective("all".ljust(width), "", found, wires)
+    if wires:
+        yield "inside and across a rank's node, if messages take two hops; scales are part of sends"
 
 
-def _collective(name: str, region: str, found: Sequence[CollectiveTime]) -> str:
-    sent = show_bytes(sum(each.wire_bytes for each in found))
+def _collective(name: str, region: str, found: Sequence[CollectiveTime], wires: bool) -> str:
+    """A row; with `wires` also what is sent, and where to."""
+    total, across = (
+        sum(values)
+        for values in ([each.wire_bytes for each in found], [each.across_bytes for each in found])
+    )
+    sent, more, dtype = show_bytes(total), "", ""
+    if wires:
+        sizes = (sum(each.scale_bytes for each in found), total - across, across)
+        more = "".join(f" {show_bytes(size):>8}" for size in sizes)
+        dtype = "  " + ", ".join(dict.fromkeys(each.wire_dtype for each in found))
     hidden, exposed = (
         show_seconds(sum(values))
         for values in ([each.hidden for each in found], [each.exposed for each in found])
     )
-    return f"{name}  {region:<8} {sent:>8} {hidden:>8} {exposed:>8}"
+    return f"{name}  {region:<8} {sent:>8}{more} {hidden:>8} {exposed:>8}{dtype}"
 
 
 def _changes(found: Search) -> Iterator[str]:

@@ -14,8 +14,9 @@ from zerofx.frontend.dump import Reader
 from zerofx.frontend.planner import Machine, resident_of, update_seconds
 from zerofx.frontend.rehearsal import Rehearsal, lay_out
 from zerofx.frontend.views import Programs, Times, gathered_before, sent_bytes, timelines
+from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, keeps_codes
 from zerofx.ir.spec import ParamSpec
 from zerofx.ir.text import node_names
 
@@ -46,7 +47,10 @@ class CollectiveTime:
         region: `forward` or `backward`.
         name: of its start, as programs print it.
         members: parameters that it moves.
+        wire_dtype: of what it sends: a dtype or a codec, two for two hops.
         wire_bytes: that a rank sends.
+        scale_bytes: of these, the scales of codes.
+        across_bytes: of these, what leaves the rank's node.
         seconds: that the link is busy with it.
         exposed: of these, how long nothing is computed.
         begin: when it begins, from the begin of its program.
@@ -56,7 +60,10 @@ class CollectiveTime:
     region: str
     name: str
     members: tuple[str, ...]
+    wire_dtype: str
     wire_bytes: int
+    scale_bytes: int
+    across_bytes: int
     seconds: float
     exposed: float
     begin: float
@@ -96,7 +103,7 @@ def programs_of(
     """
     told: Sequence[Sequence[Reader]] = [[r] for r in readers] or [[] for _ in rehearsals]
     return [
-        each.programs(setting.config, setting.num_ranks, readers=who)
+        each.programs(setting.config, setting.num_ranks, who, setting.machine)
         for each, who in zip(rehearsals, told, strict=True)
     ]
 
@@ -112,7 +119,9 @@ def outcome_of(
             compute += timeline.compute_seconds
             total += timeline.seconds
     params = _all_params(rehearsals)
-    laid = lay_out(params, setting.config, setting.num_ranks)
+    gathers = [start for forward, _ in programs for start in forward.calls(UNSHARD_START)]
+    coded = any(map(keeps_codes, gathers))
+    laid = lay_out(params, setting.config, setting.num_ranks, codes_are_kept=coded)
     buffers = max((each.buffer_bytes for each in rehearsals), default=0)
     resident = resident_of(laid, FP32_ADAM, buffers, machine.transport)
     update = update_seconds(laid, resident, machine.roofline)
@@ -159,7 +168,10 @@ def collective_times(programs: Sequence[Programs], setting: Setting) -> list[Col
                         program.region.value,
                         names[span.node],
                         record.members,
+                        wire_dtype(program, span.node),
                         record.wire_bytes,
+                        record.scale_bytes,
+                        program.bytes_across_nodes(span.node),
                         span.end - span.begin,
                         exposed,
                         span.begin,

@@ -11,7 +11,7 @@ from torch import fx
 from zerofx.debug.captured import Break, break_of
 from zerofx.frontend.dump import Finished
 from zerofx.frontend.joint import copy_module
-from zerofx.frontend.rehearsal import Rehearsal
+from zerofx.frontend.rehearsal import Rehearsal, buffer_bytes
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.session import Session
@@ -68,12 +68,11 @@ class GraphRecord(Texts):
             return
         params = tuple(state.spec for state in session.states)
         root = session.root()
-        held = sum(b.numel() * b.dtype.itemsize for b in root.buffers()) if root else 0
         self.rehearsal = Rehearsal(
             _copied(forward),
             _copied(backward),
             _with(params, forward, backward),
-            held,
+            buffer_bytes(root) if root else 0,
             session.device,
             session.config.inner,
         )

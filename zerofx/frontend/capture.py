@@ -25,6 +25,7 @@ from zerofx.frontend.predict import Setting
 from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses
 from zerofx.frontend.watch import GraphWatcher
+from zerofx.frontend.weigh import decided, dumps, loads, weigh
 from zerofx.ir.cut import verify_cut
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import UNSHARD
@@ -73,6 +74,7 @@ class Capture:
         self._read_later: frozenset[str] = frozenset()
         self._watcher = watcher
         self._setting = _setting(config, session)
+        self._journal = session.journal if session else None
         readers = [watcher] if watcher else []
         number = next(_numbers)
         self._dump = dump_for(config.dump, number, self.passes, self._setting, readers)
@@ -131,6 +133,7 @@ class Capture:
         self._read_later = frozenset(facts(node).param for node in later.calls(UNSHARD))
         if self._watcher is not None:
             self._watcher.cut(self._program(forward, Region.FORWARD), later)
+        self._weigh(self._program(forward, Region.FORWARD), later)
         return forward, backward
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -138,7 +141,24 @@ class Capture:
             inductor_joint_passes(module, inputs)
         self._params = annotate(module.graph, self.inputs)
         self._num_user_outputs = len(self._program(module, Region.INFERENCE).outputs)
+        self._weigh(self._program(module, Region.INFERENCE))
         return self._lower(module, Region.INFERENCE)
+
+    def _weigh(self, *programs: Program) -> None:
+        """With `quantize="auto"`, learn whether codes pay: what rank 0 found for its sizes."""
+        if self.config.quantize != "auto" or self._journal is None:
+            return
+        read = {facts(node).param for each in programs for node in each.calls(UNSHARD)}
+        question = f"quantize {programs[0].region.value} {sorted(read)}"
+        machine, fused = self._setting.machine, self._setting.fused
+
+        def decide() -> str:
+            return dumps(weigh(self.passes, programs, machine, fused=fused))
+
+        answer = self._journal.decided_by_rank_zero(question, decide)
+        self.passes = decided(self.passes, loads(answer))
+        if self._dump is not None:
+            self._dump.use(self.passes)
 
     def _lower(self, module: fx.GraphModule, region: Region) -> Callable[..., Any]:
         program = self._run(module, region)

@@ -73,12 +73,16 @@ class Dump:
         self._setting = setting
         self._ended: Break | None = None
         self._held = NOTHING_HELD
-        self._passes = {each.name: each for each in passes}
+        self.use(passes)
         self._readers = readers
         self._texts: dict[str, str] = {}
         self._names: dict[str, Mapping[fx.Node, str]] = {}
         self._ran: dict[str, list[Ran]] = collections.defaultdict(list)
         self._programs: dict[str, dict[str, Any]] = {}
+
+    def use(self, passes: Sequence[Pass]) -> None:
+        """The pipeline is another one from here on; names of passes stay."""
+        self._passes = {each.name: each for each in passes}
 
     def graph(self, module: fx.GraphModule) -> None:
         """Tell of Dynamo's graph, from which all programs come."""

@@ -15,6 +15,9 @@ from zerofx.torch_private import FakeMode, fake_mode, trace_apart
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """A partition function of AOTAutograd."""
 
+DynamoGraph = tuple[fx.GraphModule, list[Any]]
+"""A graph, and its inputs."""
+
 
 class _Cut(Exception):
     """Carries the two halves out of AOTAutograd before anything is compiled."""
@@ -33,32 +36,19 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def dynamo_graph(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[fx.GraphModule, list[Any]]:
+def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> DynamoGraph:
     """Dynamo's one graph of a call, and its inputs.
 
     Raises:
         UnsupportedError: Dynamo needs several graphs; it says where and why.
     """
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.append((module, inputs))
-        return module.forward
-
-    torch.compiler.reset()
-    try:
-        compiled = torch.compile(model, backend=record, fullgraph=True, dynamic=False)
-        compiled(*args, **kwargs)
-    except Exception as error:
+    found, error = _call(model, args, kwargs, fullgraph=True)
+    if error is not None:
         raise UnsupportedError(
             f"{type(model).__name__} does not run as one graph: {_reason(error)}",
             "a plan needs a forward that torch.compile(model, fullgraph=True) takes, and inputs "
             "that fit it",
         ) from error
-    finally:
-        torch.compiler.reset()
     if not found:
         raise UnsupportedError(
             f"the forward of {type(model).__name__} computes nothing", "give it parameters to use"
@@ -68,7 +58,7 @@ def dynamo_graph(
 
 def dynamo_graphs(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mode: FakeMode
-) -> tuple[list[tuple[fx.GraphModule, list[Any]]], str]:
+) -> tuple[list[DynamoGraph], str]:
     """All of Dynamo's graphs of a call on fake tensors, each with its inputs.
 
     Args:
@@ -81,7 +71,18 @@ def dynamo_graphs(
         The graphs, and why the call ended before its end: between graphs Python runs, and it may
         want values; empty if it did not.
     """
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
+    with mode, warnings.catch_warnings():
+        # Dynamo looks at .grad of what one graph hands to the next.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        found, error = _call(model, args, kwargs, fullgraph=False)
+    return found, "" if error is None else _reason(error)
+
+
+def _call(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, fullgraph: bool
+) -> tuple[list[DynamoGraph], Exception | None]:
+    """Dynamo's graphs of a call, each with its inputs, and what ended it early."""
+    found: list[DynamoGraph] = []
 
     def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         found.append((module, inputs))
@@ -89,15 +90,13 @@ def dynamo_graphs(
 
     torch.compiler.reset()
     try:
-        with mode, warnings.catch_warnings():
-            # Dynamo looks at .grad of what one graph hands to the next.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-            torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
+        compiled = torch.compile(model, backend=record, fullgraph=fullgraph, dynamic=False)
+        compiled(*args, **kwargs)
     except Exception as error:
-        return found, _reason(error)
+        return found, error
     finally:
         torch.compiler.reset()
-    return found, ""
+    return found, None
 
 
 def cut_apart(

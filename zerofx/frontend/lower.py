@@ -25,6 +25,7 @@ from zerofx.ir.ops import (
     UNSHARD_START,
     UNSHARD_WAIT,
     full_dtype,
+    keeps_codes,
     members,
     started_by,
     waits_of,
@@ -156,10 +157,10 @@ def _bind_gather(start: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """Sizes and dtypes stand at the waits; verified programs have one for each member."""
     codes = gathering(program, start, kernels)
     handle, shards = _handle(start, 1), _places(start, 0)
-    waits = waits_of(start)
+    waits, keep = waits_of(start), keeps_codes(start)
     sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
-        [args[place] for place in shards], sizes, dtypes, program.region, codes
+        [args[place] for place in shards], sizes, dtypes, program.region, codes, keep=keep
     )
 
 

@@ -82,11 +82,11 @@ def reduce_start(grads: Sequence[Tensor], ranks: Layout) -> list[Tensor]:
     """Of each gradient's mean over all ranks, the rows that this rank owns."""
     means: list[Tensor] = []
     for grad in grads:
-        mean = _mean(grad.to(ranks.reduce_dtype or grad.dtype), ranks.together)
+        mean = mean_over(grad.to(ranks.reduce_dtype or grad.dtype), ranks.together)
         if ranks.shards > 1:
             rows = -(-grad.shape[0] // ranks.shards)
             mean = mean[ranks.place * rows : (ranks.place + 1) * rows]
-        means.append(_mean(mean, ranks.alike))
+        means.append(mean_over(mean, ranks.alike))
     return means
 
 
@@ -106,7 +106,7 @@ def sync_buffers(buffers: Sequence[Tensor]) -> None:
         dist.broadcast(buffer, 0)
 
 
-def _mean(value: Tensor, group: Any) -> Tensor:
+def mean_over(value: Tensor, group: Any) -> Tensor:
     """In rank order, and in fp32 for 16-bit types."""
     if dist.get_world_size(group) == 1:
         return value

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from zerofx.cost.memory import Precision, states
 from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, View, grow, look
+from zerofx.frontend.weigh import Weighing
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import MOST_BYTES, default_target
 from zerofx.passes.pipelines import pipeline
@@ -51,6 +53,7 @@ class StagePlan:
         times: of a step with the batch size that was asked for.
         sent_bytes: that a rank sends per step.
         across_bytes: those of them that leave its node.
+        weighed: whether codes pay, if that was left open.
     """
 
     stage: int
@@ -58,6 +61,7 @@ class StagePlan:
     times: Times
     sent_bytes: int
     across_bytes: int
+    weighed: Weighing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +123,19 @@ class Planner:
         buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
         few = self._settled(params, depth) if depth else 0
         blocks = (few, few + 1, depth) if few + 1 < depth else None
+        weighed: dict[int, Weighing] = {}
         try:
-            views = self._views(params, stages, blocks)
+            views = self._views(params, stages, blocks, weighed)
         except NotAlikeError:
             if blocks is None:
                 raise
             blocks = None  # its blocks are not alike after all
-            views = self._views(params, stages, None)
+            views = self._views(params, stages, None, weighed)
         plans = {
-            stage: self._stage_plan(stage, views[stage], params, buffers, grown=bool(blocks))
+            stage: dataclasses.replace(
+                self._stage_plan(stage, views[stage], params, buffers, grown=bool(blocks)),
+                weighed=weighed[stage],
+            )
             for stage in stages
         }
         num_params = sum(spec.numel for spec in params)
@@ -156,15 +164,19 @@ class Planner:
         params: Iterable[ParamSpec],
         stages: Sequence[int],
         blocks: tuple[int, int, int] | None,
+        weighed: dict[int, Weighing],
     ) -> dict[int, View]:
         """Each stage's programs: from two depths for a third one, or of the model as it is."""
         config = self._with_bucket_size(params)
         if blocks is None:
-            return self._at_depth(config, stages, 0)
-        few, more = (self._at_depth(config, stages, each) for each in blocks[:2])
+            return self._at_depth(config, stages, 0, weighed)
+        few, more = (self._at_depth(config, stages, each, weighed) for each in blocks[:2])
         return {stage: grow(few[stage], more[stage], blocks, stage) for stage in stages}
 
-    def _at_depth(self, config: ZeroConfig, stages: Sequence[int], depth: int) -> dict[int, View]:
+    def _at_depth(
+        self, config: ZeroConfig, stages: Sequence[int], depth: int, weighed: dict[int, Weighing]
+    ) -> dict[int, View]:
+        """Programs of two batch sizes; whether codes pay is found once for all of a stage."""
         # Programs of one sample may differ from all others: sizes of 1 drop out.
         batch = max(2, self.batch)
         where = f"{depth} blocks" if depth else "the model"
@@ -177,12 +189,15 @@ class Planner:
         views: dict[int, View] = {}
         for stage in stages:
             self.say(f"running the passes of stage {stage} on {where}")
-            chosen = _at_stage(config, stage)
-            programs = [each.programs(chosen, self.num_ranks) for each in rehearsals]
+            chosen, machine = at_stage(config, stage), self.machine
+            if stage not in weighed:
+                weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, machine)
+            programs = [
+                each.programs(chosen, self.num_ranks, (), machine, weighed[stage])
+                for each in rehearsals
+            ]
             fused = config.inner == "inductor"
-            views[stage] = look(
-                programs[0], programs[1], batch, self.batch, self.machine, fused=fused
-            )
+            views[stage] = look(programs[0], programs[1], batch, self.batch, machine, fused=fused)
         return views
 
     def _with_bucket_size(self, params: Iterable[ParamSpec]) -> ZeroConfig:
@@ -195,7 +210,7 @@ class Planner:
     def _stage_plan(
         self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool
     ) -> StagePlan:
-        config = _at_stage(self.config, stage)
+        config = at_stage(self.config, stage)
         laid = lay_out(params, config, self.num_ranks)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
         resident = dataclasses.replace(resident, codes=kept_codes(laid, config))
@@ -206,7 +221,7 @@ class Planner:
         update = update_seconds(laid, resident, self.machine.roofline)
         times = dataclasses.replace(view.times, update=update)
         sent, across = round(view.sent_bytes), round(view.across_bytes)
-        return StagePlan(stage, forecast, times, sent, across)
+        return StagePlan(stage, forecast, times, sent, across, {})
 
 
 def resident_of(
@@ -240,10 +255,14 @@ def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roof
     return moved / roofline.bytes_per_second
 
 
-def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
-    """The options at another stage, without those that only stage 3 has."""
-    secondary = config.secondary_shards and stage == 3
-    return dataclasses.replace(config, stage=stage, secondary_shards=secondary)
+def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+    """The options at another stage, without those that have no meaning there."""
+    without: dict[str, Any] = {}
+    if stage < 3:
+        without = {"secondary_shards": False, "quantize_weights": None}
+    if stage == 0 or (config.quantize_weights and not config.quantize_gradients and stage < 3):
+        without |= {"quantize": None, "quantize_gradients": None}
+    return dataclasses.replace(config, stage=stage, **without)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -131,12 +131,10 @@ def describe_nodes(program: Program) -> list[dict[str, Json]]:
 
 
 def collective_seconds(found: Prediction) -> dict[fx.Node, tuple[float, float]]:
-    """For each collective, by its start: seconds on the link, and those that stop computation."""
-    busy = {s.node: s.end - s.begin for s in found.timeline.spans if s.stream == "link"}
-    exposed = dict.fromkeys(busy, 0.0)
-    for wait, seconds in found.timeline.exposed:
-        exposed[ops.started_by(wait)] += seconds
-    return {start: (busy[start], exposed[start]) for start in busy}
+    """For each collective, by its start: seconds on the link, and those without computation."""
+    return {
+        span.node: (span.end - span.begin, exposed) for span, exposed in found.timeline.exposure()
+    }
 
 
 def describe_timeline(found: Prediction) -> dict[str, Json]:

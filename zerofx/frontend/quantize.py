@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,13 +19,10 @@ from zerofx.ir.kernels import KernelSpec, ReduceKernels, Repack, Unpack, errors_
 from zerofx.ir.parcels import Parcels
 from zerofx.ir.program import Program
 from zerofx.runtime.drift import Check
-from zerofx.runtime.quantized import Gathering, Kernel, Reducing
+from zerofx.runtime.quantized import Gathering, GatheringOf, Kernel, Reducing
 
 MakeKernel = Callable[[KernelSpec, fx.Node], Kernel]
 """Called with what a kernel does, and a node whose value lies on the device where it runs."""
-
-GatheringOf = Callable[[Sequence[int]], Gathering]
-"""The kernels for those members of a bucket that travel, by their places."""
 
 
 def kernels_of(config: ZeroConfig) -> MakeKernel:
@@ -48,8 +45,14 @@ def gathering(program: Program, start: fx.Node, make: MakeKernel) -> GatheringOf
     def of(members: tuple[int, ...]) -> Gathering:
         kernels = gather_kernels(program, start, members)
         parcels = kernels.pack.parcels
-        check = _check(f"unshard {_bucket(start)}", parcels, make, start)
-        return Gathering(make(kernels.pack, start), make(kernels.unpack, start), parcels, check)
+        return Gathering(
+            make(kernels.pack, start),
+            make(kernels.unpack, start),
+            parcels.shape[1],
+            tuple(map(parcels.places, range(len(members)))),
+            tuple(parcels.codec.parcel_bytes(parcels.blocks_of(m)) for m in parcels.members),
+            _check(f"unshard {_bucket(start)}", parcels, make, start),
+        )
 
     of(tuple(range(len(ops.members(start)))))
     return lambda members: of(tuple(members))

@@ -8,7 +8,6 @@ the two halves are copied and go through the passes that `Capture` would run.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
-from zerofx.cost.machine import machine_of
+from zerofx.cost.machine import Machine, machine_of
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
@@ -26,12 +25,16 @@ from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_plain
 from zerofx.frontend.watch import GraphWatcher
+from zerofx.frontend.weigh import Weighing, decided, weigh
 from zerofx.ir.facts import facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
+from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
+from zerofx.passes.quantize import why_exact
+from zerofx.runtime.axes import layouts_of
 from zerofx.runtime.comm import node_size_of
 from zerofx.runtime.secondary import check_nodes
 from zerofx.torch_private import fake_mode
@@ -61,7 +64,12 @@ class Rehearsal:
     inner: Inner
 
     def programs(
-        self, config: ZeroConfig, num_ranks: int, readers: Sequence[Reader] = ()
+        self,
+        config: ZeroConfig,
+        num_ranks: int,
+        readers: Sequence[Reader] = (),
+        machine: Machine | None = None,
+        weighing: Weighing | None = None,
     ) -> tuple[Program, Program]:
         """Forward and backward as they would run.
 
@@ -69,40 +77,75 @@ class Rehearsal:
             config: stage and options; `inner` is that of the rehearsal.
             num_ranks: W.
             readers: are told what each pass does.
+            machine: where they would run; by default a typical one.
+            weighing: whether codes pay; by default what `weighed` finds.
         """
-        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
-        passes = pipeline(config, _WHOLE)
-        setting = Setting(machine_of(self.device.type), num_ranks, self.inner == "inductor")
+        machine = machine or machine_of(self.device.type)
+        if weighing is None:
+            weighing = self.weighed(config, num_ranks, machine)
+        passes = decided(pipeline(config, _WHOLE), weighing)
+        setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
-        made: list[Program] = []
-        for half in (self.forward, self.backward):
-            used = {name: params[name] for name in half.params}
-            module = copy_module(half.module)
-            _relay(module, used)
-            program = dataclasses.replace(half, module=module, params=used, stage=config.stage)
-            made.append(program)
+        made = self._halves(config, num_ranks)
+        for program in made:
             if dump is not None:
                 dump.begin(program)
             run_passes(program, passes, check=False, observer=dump)
             if dump is not None:
                 dump.end(program)
+        return made
+
+    def weighed(self, config: ZeroConfig, num_ranks: int, machine: Machine) -> Weighing:
+        """Whether codes pay, if `config` leaves that open."""
+        if config.quantize != "auto":
+            return {}
+        halves = self._halves(config, num_ranks)
+        return weigh(pipeline(config, _WHOLE), halves, machine, fused=self.inner == "inductor")
+
+    def _halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
+        """Forward and backward before their passes."""
+        params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
+        made: list[Program] = []
+        for half in (self.forward, self.backward):
+            used = {name: params[name] for name in half.params}
+            module = copy_module(half.module)
+            _relay(module, used)
+            made.append(dataclasses.replace(half, module=module, params=used, stage=config.stage))
         return made[0], made[1]
 
 
-def lay_out(params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int) -> list[ParamSpec]:
-    """Parameters as `config` lays them out on `num_ranks` ranks.
+def lay_out(
+    params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int, *, codes_are_kept: bool = True
+) -> list[ParamSpec]:
+    """Parameters as `config` lays them out.
+
+    Args:
+        params: of the model.
+        config: stage and options.
+        num_ranks: W.
+        codes_are_kept: with `secondary_shards="codes"`, whether there are any: `quantize="auto"`
+            may have found that numbers travel.
 
     Raises:
         UnsupportedError: the replicas do not divide the ranks, or secondary shards could not serve.
     """
-    whole, sharded = _layouts(config, num_ranks)
+    sharded, whole = _layouts(config, num_ranks)
     least = max(1, config.min_shard_numel)
-    return [
+    laid = [
         dataclasses.replace(
             spec,
             layout=sharded if spec.shape and spec.numel >= least and sharded.sharded else whole,
         )
         for spec in params
+    ]
+    if not (codes_are_kept and sharded.secondary_codes) or config.weight_codec is None:
+        return laid
+    codec = Codec.parse(config.weight_codec)
+    return [
+        dataclasses.replace(spec, secondary_codec=codec.name)
+        if not why_exact(spec, [codec], config.quantize_exact)
+        else spec
+        for spec in laid
     ]
 
 
@@ -132,6 +175,11 @@ def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[
         )
         for index, param in enumerate(model.parameters())
     )
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Memory of all buffers of a model."""
+    return sum(buffer.numel() * buffer.dtype.itemsize for buffer in model.buffers())
 
 
 def rehearse_model(
@@ -180,7 +228,6 @@ def rehearse_graph(
     params = {place: spec_of[id(v)] for place, v in enumerate(inputs) if id(v) in spec_of}
     owned = {id(buffer): name for name, buffer in root.named_buffers()}
     buffers = {place: owned[id(v)] for place, v in enumerate(inputs) if id(v) in owned}
-    held = sum(math.prod(b.shape) * b.dtype.itemsize for b in root.buffers())
     config = ZeroConfig(inner=inner, verify=False, dump="")
     known = GraphInputs(params, buffers, ())
     capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE), watcher)
@@ -188,7 +235,7 @@ def rehearse_graph(
         inputs = [v if p in (*params, *buffers) else _cast(v, cast) for p, v in enumerate(inputs)]
     forward, backward = capture.cut(read_plain(module, params), inputs)
     device = next(root.parameters()).device
-    return Rehearsal(forward, backward, specs, held, device, inner)
+    return Rehearsal(forward, backward, specs, buffer_bytes(root), device, inner)
 
 
 def _relay(module: fx.GraphModule, params: Mapping[str, ParamSpec]) -> None:
@@ -212,7 +259,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
-    """Of replicated parameters, and of sharded ones."""
+    """Of sharded parameters, and of replicated ones."""
     if config.mesh is not None:
         replicas = config.mesh.size(0) if config.mesh.ndim == 2 else 1
     else:
@@ -223,17 +270,8 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
             "choose a divisor of the world size",
         )
     shards = num_ranks // replicas if config.stage > 0 else 1
-    wire, per_node = config.reduce_dtype, config.ranks_per_node or num_ranks
+    per_node = config.ranks_per_node or num_ranks
     node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)
     check_nodes(config, shards, node_size)
-    sharded = Layout(
-        _SHARDED,
-        shards,
-        num_ranks // shards,
-        config.stage in (1, 2),
-        reduce_dtype=wire,
-        node_size=node_size,
-        secondary=config.secondary_shards,
-    )
-    whole = node_size_of(range(num_ranks), per_node)
-    return Layout(_WHOLE, 1, num_ranks, False, reduce_dtype=wire, node_size=whole), sharded
+    node_sizes = node_size, node_size_of(range(num_ranks), per_node)
+    return layouts_of(config, num_ranks, shards, node_sizes, (_SHARDED, _WHOLE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from zerofx.frontend.predict import (
     round_seconds,
 )
 from zerofx.ir import ops
+from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -80,7 +82,7 @@ def describe_program(
         "buckets": list(_describe_buckets(program, starts, passes)),
         "collectives": list(_describe_collectives(program, starts, passes, found)),
         "kept": [facts(node).param for node in program.calls(ops.KEEP)],
-        "secondary": [facts(node).param for node in program.calls(ops.KEEP_SHARD)],
+        "secondary": _secondary(program),
         "wire_bytes": sum(facts(start).wire_bytes for start in starts),
         "across_nodes_bytes": sum(map(program.bytes_across_nodes, starts)),
         "peak_full_bytes": peak_full_bytes(program),
@@ -155,9 +157,19 @@ def printable(value: Any, names: Mapping[fx.Node, str]) -> Json:
         return [printable(item, names) for item in value]
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
     if isinstance(value, (float, complex, torch.dtype, torch.SymInt)):
         return str(value).removeprefix("torch.")
     return type(value).__name__
+
+
+def _secondary(program: Program) -> list[str]:
+    """Parameters of which a forward leaves secondary shards."""
+    coded = filter(ops.keeps_codes, program.calls(ops.UNSHARD_START))
+    return [facts(node).param for node in program.calls(ops.KEEP_SHARD)] + [
+        name for start in coded for name in facts(start).members
+    ]
 
 
 def _describe_input(node: fx.Node, name: str) -> dict[str, Json]:
@@ -210,6 +222,7 @@ def _describe_collectives(
             "layout": program.params[record.members[0]].layout.name if record.members else "",
             "axis": record.axis,
             "codecs": list(ops.codecs(start)),
+            "wire_dtype": wire_dtype(program, start),
             "wire_bytes": record.wire_bytes,
             "across_nodes_bytes": program.bytes_across_nodes(start),
             "scale_bytes": record.scale_bytes,

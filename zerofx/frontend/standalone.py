@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.errors import UnsupportedError
-from zerofx.frontend import plain_ops
+from zerofx.frontend import plain_codes, plain_ops
 from zerofx.ir import ops
+from zerofx.ir.codes import gather_kernels, reduction_kernels
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.text import node_names
@@ -21,7 +22,7 @@ from zerofx.ir.view import owned_source
 
 _HEAD = '''"""The {region} program of stage {stage}, as zerofx runs it.
 
-Written by zerofx, of which it needs nothing. Every rank runs it:
+Written by zerofx, of which it needs {needs}. Every rank runs it:
 
     torchrun --nproc-per-node {ranks} program.py INPUTS OUTPUTS [SEED]
 
@@ -37,9 +38,9 @@ _LARGEST_CONSTANT = 256
 _VIEW = torch.ops.aten.view.default
 # Most arguments that `plain_ops` knows the meaning of.
 _NUM_ARGUMENTS: dict[Any, int] = {
-    ops.UNSHARD_START: 2,
+    ops.UNSHARD_START: 4,
     ops.UNSHARD_WAIT: 4,
-    ops.REDUCE_START: 3,
+    ops.REDUCE_START: 4,
     ops.REDUCE_WAIT: 2,
     ops.FREE: 2,
     ops.KEEP: 3,
@@ -56,8 +57,13 @@ _COMMUNICATION = (
     plain_ops.free,
     plain_ops.keep,
     plain_ops.sync_buffers,
+    plain_codes.unshard_codes,
+    plain_codes.reduce_codes,
 )
-_OWN = re.escape(plain_ops.__name__.replace(".", "_") + "_")
+_OWN = r"zerofx_frontend_plain_(?:ops|codes)_"
+_KERNEL_NAMES = """from zerofx.ir.kernels import Pack, Repack, Unpack
+from zerofx.ir.parcels import Codec, Member, Parcels
+"""
 
 
 def standalone(program: Program) -> str:
@@ -68,17 +74,20 @@ def standalone(program: Program) -> str:
 
     Raises:
         UnsupportedError: it holds a large constant, a subgraph of a higher-order operator, or
-            communication that has no counterpart; the node is named.
+            communication that cannot be repeated; the node is named.
     """
     plain = _PlainGraph(program)
     layouts = [spec.layout for spec in program.params.values()]
     head = _HEAD.format(
         region=program.region.value,
+        needs="the kernels' reference" if plain.sends_codes else "nothing",
         stage=program.stage,
         ranks=max((each.num_shards * each.num_replicas for each in layouts), default=1),
         inputs="\n".join(f"    {place:3}  {name}" for place, name in enumerate(plain.inputs)),
     )
     communication = inspect.getsource(plain_ops).partition('"""\n\n')[2]
+    if plain.sends_codes:
+        communication += _codes_text()
     code = plain.made.python_code("constants", verbose=True)
     known = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
     imports = ["import torch._inductor.inductor_prims\n"] if ".inductor_" in code.src else []
@@ -107,6 +116,7 @@ class _PlainGraph:
         inputs: printed names of its inputs.
         constants: each as an assignment.
         modules: path of the module that each value comes from, by name.
+        sends_codes: whether any collective does.
     """
 
     def __init__(self, program: Program) -> None:
@@ -114,6 +124,7 @@ class _PlainGraph:
         self.inputs: list[str] = []
         self.constants: list[str] = []
         self.modules: dict[str, str] = {}
+        self.sends_codes = False
         self._program = program
         self._copies: dict[fx.Node, fx.Node] = {}
         self._layouts: dict[Any, fx.Node] = {}
@@ -164,6 +175,14 @@ class _PlainGraph:
                 "read the text of the program instead",
                 [node.name],
             )
+        if ops.is_call(node, ops.UNSHARD_START, ops.REDUCE_START) and ops.codecs(node):
+            return self._codes(node)
+        if target is ops.UNSHARD_START and "inside the node" in facts(node).exact:
+            raise UnsupportedError(
+                "backward gathers what forward decoded, which a file of its own does not have",
+                "read the text of the program instead",
+                [node.name],
+            )
         if target is ops.UNSHARD:
             return plain_ops.unshard, (*args[:2], self._layout(args[2]), *args[3:])
         if target is ops.REDUCE_GRAD:
@@ -182,6 +201,25 @@ class _PlainGraph:
         if target is ops.SYNC_BUFFERS:
             return plain_ops.sync_buffers, (args[0],)
         return plain_ops.free if target is ops.FREE else plain_ops.keep, (args[0],)
+
+    def _codes(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A collective that sends codes; its kernels are a constant."""
+        if any(codec.endswith(".stochastic") for codec in ops.codecs(node)):
+            raise UnsupportedError(
+                "codes that are rounded at random depend on what was sent before",
+                "read the text of the program instead",
+                [node.name],
+            )
+        self.sends_codes = True
+        gathers, name = ops.is_call(node, ops.UNSHARD_START), f"kernels_{len(self.constants)}"
+        made = (gather_kernels if gathers else reduction_kernels)(self._program, node)
+        self.constants.append(f"{name}={made!r}")
+        kernels = self.made.create_node("get_attr", name, (), {}, name)
+        if not gathers:
+            return plain_codes.reduce_codes, (node.args[0], self._layout(node.args[2]), kernels)
+        sizes = [wait.args[2] for wait in ops.waits_of(node)]
+        layout = self._layout(node.args[1])
+        return plain_codes.unshard_codes, (node.args[0], sizes, layout, kernels)
 
     def _layout(self, handle: Any) -> fx.Node:
         if handle not in self._layouts:
@@ -209,6 +247,14 @@ class _PlainGraph:
     def _mapped(self, args: Any) -> Any:
         """Arguments of the new graph; nodes that were made for it stay."""
         return fx.map_arg(args, lambda node: self._copies.get(node, node))
+
+
+def _codes_text() -> str:
+    """`plain_codes` as it stands behind `plain_ops`, with the names that constants need."""
+    text = inspect.getsource(plain_codes).partition("annotations\n")[2]
+    before, _, after = text.partition("from zerofx.frontend.plain_ops import Layout, mean_over\n")
+    imports, _, rest = after.partition("\n\n")
+    return f"{before}{imports}\n{_KERNEL_NAMES}\n{rest}"
 
 
 def _body(source: str, modules: dict[str, str]) -> Iterator[str]:

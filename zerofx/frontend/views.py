@@ -141,7 +141,7 @@ def sent_bytes(programs: Programs) -> tuple[int, int]:
 
 def gathered_before(programs: Programs) -> set[fx.Node]:
     """Gathers of backward that send nothing: forward kept the values, or they are resident."""
-    whole = already_whole(programs[1], _kept(programs))
+    whole = already_whole(programs[1], kept_by(programs[0]))
     starts = programs[1].calls(UNSHARD_START)
     return {start for start in starts if whole.issuperset(facts(start).members)}
 
@@ -154,7 +154,7 @@ def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Tim
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
     """
-    kept = _kept(programs)
+    kept = kept_by(programs[0])
     forward, backward = (timeline_of(each, machine, kept, fused=fused) for each in programs)
     return forward, backward
 
@@ -170,14 +170,16 @@ def timeline_of(
         kept: parameters that forward leaves whole.
         fused: whether kernels are fused, as Inductor does.
     """
-    link = functools.partial(machine.link_seconds, whole=already_whole(program, kept))
+    whole = already_whole(program, kept)
+    link = functools.partial(machine.link_seconds, whole=whole)
+    codes = functools.partial(machine.code_seconds, program, whole=whole)
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
-    return simulate(program, kernels.seconds, link)
+    return simulate(program, kernels.seconds, link, codes)
 
 
-def _kept(programs: Programs) -> frozenset[str]:
-    """Parameters that forward leaves whole."""
-    return frozenset(facts(node).param for node in programs[0].calls(KEEP))
+def kept_by(forward: Program) -> frozenset[str]:
+    """Parameters that a program leaves whole."""
+    return frozenset(facts(node).param for node in forward.calls(KEEP))
 
 
 def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curve, Curve, Held]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from zerofx.ir import ops
@@ -22,7 +23,9 @@ def codes_as_stated(case: Case) -> Iterator[Offence]:
             yield Offence(start, f"cannot send {', '.join(ops.codecs(start))}")
             continue
         found, record = sent(case.program, start), facts(start)
-        if (record.wire_bytes, record.scale_bytes) != (found.wire_bytes, found.scale_bytes):
+        if any(getattr(record, name) != size for name, size in dataclasses.asdict(found).items()):
             stated = f"{record.wire_bytes} B with {record.scale_bytes} B of scales"
             wanted = f"{found.wire_bytes} B with {found.scale_bytes} B"
+            stated += f", {record.across_bytes} B across nodes"
+            wanted += f", {found.across_bytes} B across nodes"
             yield Offence(start, f"states {stated}, and sends {wanted}")

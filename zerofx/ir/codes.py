@@ -11,8 +11,14 @@ from torch import Tensor, fx
 
 from zerofx.ir import ops
 from zerofx.ir.edit import Editor
-from zerofx.ir.facts import facts
-from zerofx.ir.kernels import ReduceKernels, UnshardKernels, reduce_kernels, unshard_kernels
+from zerofx.ir.facts import NODE, facts
+from zerofx.ir.kernels import (
+    KernelSpec,
+    ReduceKernels,
+    UnshardKernels,
+    reduce_kernels,
+    unshard_kernels,
+)
 from zerofx.ir.parcels import Codec, Parcels
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
@@ -25,10 +31,12 @@ class Sent:
     Attributes:
         wire_bytes: all of them.
         scale_bytes: those that are no codes.
+        across_bytes: those that leave its node.
     """
 
     wire_bytes: int = 0
     scale_bytes: int = 0
+    across_bytes: int = 0
 
 
 def gather_kernels(
@@ -61,30 +69,94 @@ def reduction_kernels(program: Program, start: fx.Node) -> ReduceKernels:
     return reduce_kernels(specs, first, second, layout.num_nodes, dtypes)
 
 
+def kernels_at(program: Program, node: fx.Node) -> tuple[KernelSpec, ...]:
+    """Kernels that run where a collective starts, which make codes, or at its first wait."""
+    waits = ops.is_call(node, ops.UNSHARD_WAIT, ops.REDUCE_WAIT)
+    start = ops.started_by(node) if waits else node
+    if not ops.is_call(start, ops.UNSHARD_START, ops.REDUCE_START) or not ops.codecs(start):
+        return ()
+    if waits and ops.waits_of(start)[0] is not node:
+        return ()
+    if ops.is_call(start, ops.UNSHARD_START):
+        gather = gather_kernels(program, start)
+        if waits:
+            return (gather.unpack,)
+        # Inside the node codes that are there are sent.
+        return () if facts(start).axis == NODE else (gather.pack,)
+    reduction = reduction_kernels(program, start)
+    if waits:
+        return (reduction.unpack,)
+    return (reduction.pack, *([reduction.repack] if reduction.repack else []))
+
+
+def exact_bytes(program: Program, start: fx.Node) -> int:
+    """What a rank would send in a collective if numbers travelled."""
+    total = 0
+    for spec, wait in zip(specs_of(program, start), ops.waits_of(start), strict=True):
+        others = spec.layout.num_shards - 1
+        if ops.is_call(start, ops.UNSHARD_START):
+            total += spec.padded_numel // (others + 1) * others * _dtype(wait).itemsize
+        else:
+            grad = ops.gradients(start)[facts(start).members.index(spec.name)]
+            dtype = spec.layout.reduce_dtype or _dtype(grad)
+            scattered = spec.numel * others // (others + 1)
+            total += (scattered + all_reduced_numel(spec)) * dtype.itemsize
+    return total
+
+
 def sent(program: Program, start: fx.Node) -> Sent:
     """What a rank sends in a quantized collective, as its kernels write it.
 
     With replicas the shards of the mean are then all-reduced, which is exact.
     """
+    layout = specs_of(program, start)[0].layout
+    if facts(start).axis == NODE:
+        kept, others = kept_codes(program, start), layout.node_size - 1
+        return Sent(others * kept.wire_bytes, others * kept.scale_bytes)
     if ops.is_call(start, ops.UNSHARD_START):
         kernels = gather_kernels(program, start)
-        return _times(kernels.pack.parcels, kernels.unpack.parcels.num - 1)
+        once = _times(kernels.pack.parcels, kernels.unpack.parcels.num - 1)
+        across = layout.sent_across(once.wire_bytes, reduces=False)
+        return dataclasses.replace(once, across_bytes=across)
     kernels = reduction_kernels(program, start)
     parcels = kernels.pack.parcels
-    found = [_times(parcels, parcels.num - 1)]
     if kernels.repack is not None:
-        found = [
-            _times(parcels, parcels.num - parcels.num_nodes),
-            _times(kernels.unpack.parcels, parcels.num_nodes - 1),
-        ]
+        first = _times(parcels, parcels.num - parcels.num_nodes)
+        last = _times(kernels.unpack.parcels, parcels.num_nodes - 1)
+    else:
+        first, last = Sent(), _times(parcels, parcels.num - 1)
+    across = last.wire_bytes if layout.node_size < layout.num_shards else 0
     all_reduced = sum(
         all_reduced_numel(spec) * member.dtype.itemsize
         for spec, member in zip(specs_of(program, start), parcels.members, strict=True)
     )
     return Sent(
-        sum(each.wire_bytes for each in found) + all_reduced,
-        sum(each.scale_bytes for each in found),
+        first.wire_bytes + last.wire_bytes + all_reduced,
+        first.scale_bytes + last.scale_bytes,
+        across + all_reduced,
     )
+
+
+def kept_codes(program: Program, start: fx.Node) -> Sent:
+    """What a rank keeps of the codes of a gather: each member in parcels of its own."""
+    found = [
+        _times(gather_kernels(program, start, [place]).unpack.parcels, spec.layout.num_nodes)
+        for place, spec in enumerate(specs_of(program, start))
+    ]
+    return Sent(sum(each.wire_bytes for each in found), sum(each.scale_bytes for each in found))
+
+
+def wire_dtype(program: Program, start: fx.Node) -> str:
+    """What a collective sends: a codec, two of them for two hops, or a dtype."""
+    names = ops.codecs(start)
+    gathers = ops.is_call(start, ops.UNSHARD_START)
+    if names:
+        both = not gathers and reduction_kernels(program, start).repack is not None
+        return " → ".join(dict.fromkeys(names if both else names[:1]))
+    spec = program.params.get(next(iter(facts(start).members), ""))
+    stated = None if gathers or spec is None else spec.layout.reduce_dtype
+    dtypes = [stated or _dtype(n) for n in (ops.waits_of if gathers else ops.gradients)(start)]
+    return ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def note_sent(edit: Editor, start: fx.Node) -> None:

@@ -51,6 +51,7 @@ class Facts:
             unless there is only one.
         wire_bytes: bytes that this rank sends.
         scale_bytes: of `wire_bytes`, those of the scales of codes.
+        across_bytes: of the `wire_bytes` of codes, those that leave the node.
         exact: where others travel as codes, why these do not.
         tier: memory that holds the value.
         origin: pass that inserted it; empty for traced nodes.
@@ -65,6 +66,7 @@ class Facts:
     members: tuple[str, ...] = ()
     wire_bytes: int = 0
     scale_bytes: int = 0
+    across_bytes: int = 0
     exact: str = ""
     tier: Tier = Tier.DEVICE
     origin: str = ""

@@ -21,7 +21,13 @@ def inside_the_node(case: Case) -> Iterator[Offence]:
             spec = case.program.params.get(name)
             if spec is None or not spec.layout.secondary:
                 yield Offence(start, f"gathers {name} inside the node, without secondary shards")
+            elif ops.codecs(start) and not spec.layout.secondary_codes:
+                yield Offence(start, f"gathers codes of {name}, of which its node holds numbers")
     kept = {facts(node).param for node in case.calls(ops.KEEP_SHARD)}
+    for start in filter(ops.keeps_codes, case.calls(ops.UNSHARD_START)):
+        kept.update(facts(start).members)
+        if not ops.codecs(start) or case.program.region is not Region.FORWARD:
+            yield Offence(start, "keeps codes, which only a forward that gathers codes can")
     if case.program.region is Region.FORWARD and kept:
         for full in case.gathered:
             if facts(full).param in case.program.read_later - kept:

@@ -8,7 +8,7 @@ Markers appear while a model is traced and say nothing about when or how bytes m
 
 Passes replace them by program nodes, which only a program holds:
 
-* `unshard_start(shards, layout, codec)` → `unshard_wait(pending, shard, size, dtype)` →
+* `unshard_start(shards, layout, codec, keep)` → `unshard_wait(pending, shard, size, dtype)` →
   `free(full, layout)`;
 * `keep(full, shard, layout)` instead of `free`: the next backward may use the value;
 * `keep_shard(full, shard, layout)` before either: this rank keeps its secondary shard of the value
@@ -22,7 +22,8 @@ handle (see `zerofx.ir.spec.Layout`).
 
 ZeRO++ sends codes instead of numbers: `codec` names how a gather writes them, `codecs` how the two
 hops of a reduction do (see `zerofx.ir.parcels.Codec`). Shards are coded as they are at rest, and
-decoded to the dtype of the full value; without a codec numbers travel as they are.
+decoded to the dtype of the full value; without a codec numbers travel as they are. With `keep` a
+rank also keeps, as its secondary shard, its part of the codes that arrive.
 
 Mixed precision is part of what these mean. A full value has the dtype that its marker or wait
 states, by default the shard's; shards are cast before they travel. Gradients are cast to the
@@ -48,7 +49,7 @@ _LIBRARY = _torch_library.Library("zerofx", "DEF")
 for _schema in (
     "unshard(Tensor shard, SymInt[] size, int layout, ScalarType? dtype=None) -> Tensor",
     "reduce_grad(Tensor grad, Tensor shard, int layout) -> Tensor",
-    "unshard_start(Tensor[] shards, int layout, str? codec=None) -> Tensor",
+    "unshard_start(Tensor[] shards, int layout, str? codec=None, bool keep=False) -> Tensor",
     "unshard_wait(Tensor pending, Tensor shard, SymInt[] size, ScalarType? dtype=None) -> Tensor",
     "free(Tensor full, int layout) -> ()",
     "keep(Tensor full, Tensor shard, int layout) -> ()",
@@ -125,6 +126,11 @@ def codecs(start: fx.Node) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else tuple(map(str, cast("list[Any]", named or ())))
 
 
+def keeps_codes(start: fx.Node) -> bool:
+    """Whether `unshard_start` leaves secondary shards in codes."""
+    return is_call(start, UNSHARD_START) and len(start.args) > 3 and bool(start.args[3])
+
+
 def started_by(wait: fx.Node) -> fx.Node:
     """The collective that `unshard_wait` or `reduce_wait` waits for."""
     start = wait.args[0]
@@ -149,7 +155,7 @@ def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
 
 
 @_fake("zerofx::unshard_start")
-def _(shards: list[Tensor], layout: int, codec: str | None = None) -> Tensor:
+def _(shards: list[Tensor], layout: int, codec: str | None = None, keep: bool = False) -> Tensor:
     return shards[0].new_empty(0)
 
 

@@ -224,6 +224,25 @@ class Parcels:
         sizes = [self.blocks_of(member) for member in self.members]
         return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
+    def places(self, number: int) -> tuple[tuple[int, int, int], ...]:
+        """Where one member lies in a parcel, and where in a parcel that it has to itself.
+
+        Returns:
+            For codes, scales and lows: their first byte here, how many there are, and the first
+            byte there.
+        """
+        codec, first, blocks = (
+            self.codec,
+            self.first_blocks[number],
+            self.blocks_of(self.members[number]),
+        )
+        here, there = self.num_blocks * codec.block_bytes, blocks * codec.block_bytes
+        found = [(first * codec.block_bytes, there, 0)]
+        for each in range(codec.num_params):
+            at = here + 4 * (each * codec.num_slots(self.num_blocks) + first)
+            found.append((at, 4 * blocks, there + 4 * each * codec.num_slots(blocks)))
+        return tuple(found)
+
     @property
     def num_blocks(self) -> int:
         """Blocks of a parcel."""

@@ -68,6 +68,8 @@ class Program:
         spec = next((self.params[name] for name in record.members if name in self.params), None)
         if spec is None or record.axis == NODE:
             return 0
+        if ops.codecs(start):
+            return record.across_bytes
         reduces = ops.is_call(start, ops.REDUCE_START)
         return spec.layout.sent_across(record.wire_bytes, reduces=reduces)
 

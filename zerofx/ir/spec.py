@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from zerofx.ir.parcels import Codec
+
 
 class Tier(enum.Enum):
     """The memory that holds a value at rest."""
@@ -45,6 +47,7 @@ class Layout:
         node_size: neighbours along the shard axis that share a node, equally many on each node; of
             replicated parameters, along the axis of replicas.
         secondary: the ranks of a node keep a second shard each of gathered values (hpZ).
+        secondary_codes: of values that travel as codes they keep the codes.
     """
 
     handle: int
@@ -56,6 +59,7 @@ class Layout:
     reduce_dtype: torch.dtype | None = None
     node_size: int = 1
     secondary: bool = False
+    secondary_codes: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -109,6 +113,7 @@ class ParamSpec:
         tier: the memory that holds the shard at rest.
         owners: classes of the modules that hold it, by name: `Embedding`, `Linear`.
         cast: dtype of the full value, if it is not the one at rest: shards are cast, then gathered.
+        secondary_codec: how its secondary shards are written; empty: as numbers.
     """
 
     name: str
@@ -121,6 +126,7 @@ class ParamSpec:
     tier: Tier = Tier.DEVICE
     owners: tuple[str, ...] = ()
     cast: torch.dtype | None = None
+    secondary_codec: str = ""
 
     @property
     def full_dtype(self) -> torch.dtype:
@@ -153,6 +159,15 @@ class ParamSpec:
     def secondary_numel(self) -> int:
         """Elements of a rank's secondary shard, which has no padding but at the very end."""
         return -(-self.numel // self.layout.node_size) if self.layout.secondary else 0
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of a rank's secondary shard; in codes, the parcels of one rank for each node."""
+        if not self.secondary_codec or not self.layout.secondary:
+            return self.secondary_numel * self.full_dtype.itemsize
+        codec = Codec.parse(self.secondary_codec)
+        blocks = -(-self.chunk_rows * self.row_numel // codec.block)
+        return self.layout.num_nodes * codec.parcel_bytes(blocks)
 
     @property
     def full_bytes(self) -> int:

@@ -13,14 +13,14 @@ function drawBuckets(step) {
     });
   });
   find("bucket-table").replaceChildren(
-    header([["Collective"], ["In"], ["Parameters"], ["Full size", 1], ["Sent", 1], ["Time", 1], ["Hidden and exposed"], ["Why"]]),
+    header([["Collective"], ["In"], ["Parameters"], ["Full size", 1], ["Sent", 1], ["On the wire"], ["Time", 1], ["Hidden and exposed"], ["Why"]]),
     el("tbody", {}, rows.length ? rows
-      : el("tr", {}, el("td", { colspan: 8, class: "empty" }, "This graph communicates nothing."))));
+      : el("tr", {}, el("td", { colspan: 9, class: "empty" }, "This graph communicates nothing."))));
 }
 
 function bucketRow(program, each, names, reason) {
   const kind = each.kind === "reduce" ? "reduce" : "gather";
-  const exposed = Math.min(each.exposed_seconds, each.seconds), hidden = each.seconds - exposed;
+  const exposed = each.exposed_seconds, hidden = each.seconds - exposed;
   const whole = each.seconds || 1;
   const local = names.map((name) => (name.startsWith(`${each.bucket}.`) ? name.slice(each.bucket.length + 1) : name));
   const members = local.slice(0, 4).join(", ") + (names.length > 4 ? `, and ${names.length - 4} more` : "");
@@ -31,6 +31,7 @@ function bucketRow(program, each, names, reason) {
     el("td", { class: "mono", title: names.join("\n") }, members),
     el("td", { class: "number" }, bytes(sum(each.members.map((member) => member.full_bytes)))),
     el("td", { class: "number" }, each.seconds ? bytes(each.wire_bytes) : "0 B"),
+    el("td", { class: "nowrap" }, each.seconds ? wire(each) : ""),
     el("td", { class: "number" }, each.seconds ? seconds(each.seconds) : "–"),
     el("td", {}, each.seconds
       ? el("div", { class: "meter", title: `${seconds(hidden)} hidden, ${seconds(exposed)} exposed` },
@@ -38,6 +39,13 @@ function bucketRow(program, each, names, reason) {
         el("i", { class: "stall", style: `width:${(100 * exposed) / whole}%` }))
       : el("small", {}, "already here")),
     el("td", { class: "why" }, el("small", {}, readable(why))));
+}
+
+function wire(each) {
+  const hops = `${bytes(each.wire_bytes - each.across_nodes_bytes)} inside the node, ${bytes(each.across_nodes_bytes)} between nodes`;
+  return [el("span", { class: "mono" }, each.wire_dtype),
+    each.scale_bytes ? el("small", {}, `, scales ${bytes(each.scale_bytes)}`) : null,
+    el("br"), el("small", {}, hops)];
 }
 
 function drawBreaks(graphs) {

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from zerofx.ir.codes import kept_codes, note_sent, specs_of
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import NODE, Role, facts
-from zerofx.ir.ops import FREE, KEEP, KEEP_SHARD, UNSHARD_START, waits_of
+from zerofx.ir.ops import FREE, KEEP, KEEP_SHARD, UNSHARD_START, codecs, started_by, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
@@ -21,11 +22,13 @@ class SecondaryPlan:
 
     Attributes:
         kept: ends of gathered values (`free` or `keep`) before which a secondary shard is kept.
+        coded: gathers of which the codes are kept.
         shard_bytes: of all secondary shards that this program keeps, on each rank.
         inside: gathers that stay inside the node, each with the bytes that this rank sends.
     """
 
     kept: tuple[fx.Node, ...]
+    coded: tuple[fx.Node, ...]
     shard_bytes: int
     inside: tuple[tuple[fx.Node, int], ...]
 
@@ -39,7 +42,8 @@ class AddSecondaryShards(Pass):
     long as nobody changed its parameter; otherwise the same gather goes over all ranks, so that
     values never differ from those without this pass. Forward gathers over all ranks, but for the
     later micro-batches of an accumulation. Inference programs are left alone, and so are replicated
-    parameters.
+    parameters. Where the layout keeps codes, what travelled as codes is kept and gathered as such:
+    `unshard_start([s], layout, 'int8x256', True)`.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -53,15 +57,17 @@ class AddSecondaryShards(Pass):
     def plan(self, program: Program) -> SecondaryPlan:
         """Find the parameters that have secondary shards."""
         if program.region is Region.FORWARD:
-            kept = tuple(end for end in program.calls(FREE, KEEP) if _has_secondary(program, end))
-            return SecondaryPlan(kept, sum(_shard_bytes(program, end) for end in kept), ())
-        starts = [
-            start
-            for start in program.calls(UNSHARD_START)
-            if all(_has_secondary(program, wait) for wait in waits_of(start))
-        ]
-        inside = tuple((start, _sent_bytes(program, start)) for start in starts)
-        return SecondaryPlan((), 0, inside)
+            coded = tuple(start for start in _gathers(program) if _is_coded(program, start))
+            kept = tuple(
+                end
+                for end in program.calls(FREE, KEEP)
+                if _has_secondary(program, end) and started_by(end.all_input_nodes[0]) not in coded
+            )
+            held = sum(_shard_bytes(program, end) for end in kept)
+            held += sum(kept_codes(program, start).wire_bytes for start in coded)
+            return SecondaryPlan(kept, coded, held, ())
+        inside = tuple((start, _sent_bytes(program, start)) for start in _gathers(program))
+        return SecondaryPlan((), (), 0, inside)
 
     def apply(self, edit: Editor, plan: SecondaryPlan) -> None:
         """Insert nodes in forward, and say in backward where gathers go."""
@@ -70,8 +76,25 @@ class AddSecondaryShards(Pass):
             shard, layout = full.args[1], end.args[-1]
             record = dataclasses.replace(facts(end), role=Role.FREE)
             edit.call_before(end, KEEP_SHARD, (full, shard, layout), record)
+        for start in plan.coded:
+            args = (*start.args[:3], True)
+            edit.replace(start, edit.call_before(start, UNSHARD_START, args, facts(start)))
         for start, sent in plan.inside:
             edit.note(start, axis=NODE, wire_bytes=sent)
+            note_sent(edit, start)
+
+
+def _gathers(program: Program) -> list[fx.Node]:
+    """Those of parameters that have secondary shards."""
+    return [
+        start
+        for start in program.calls(UNSHARD_START)
+        if all(_has_secondary(program, wait) for wait in waits_of(start))
+    ]
+
+
+def _is_coded(program: Program, start: fx.Node) -> bool:
+    return bool(codecs(start)) and specs_of(program, start)[0].layout.secondary_codes
 
 
 def _has_secondary(program: Program, node: fx.Node) -> bool:

@@ -62,9 +62,11 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
     """What rounds, and is there only where the user asked for it."""
     listed: tuple[Pass, ...] = ()
     exact = tuple(config.quantize_exact)
-    if config.quantize_weights is not None:
+    if config.quantize is not None:
+        _needs_stage(config, "quantize", 1)
+    if config.weight_codec is not None:
         _needs_stage(config, "quantize_weights", 3)
-        codec = Codec.parse(config.quantize_weights)
+        codec = Codec.parse(config.weight_codec)
         if codec.rounding != "nearest" or codec.feedback:
             raise ConfigError(
                 f"option quantize_weights={config.quantize_weights!r}: forward and backward would "
@@ -72,7 +74,7 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
                 "leave stochastic rounding and feedback to quantize_gradients",
             )
         listed += (QuantizeUnshards(codec.name, exact),)
-    if config.quantize_gradients is not None:
+    if config.gradient_codecs is not None:
         _needs_stage(config, "quantize_gradients", 1)
         inside, across = map(Codec.parse, config.gradient_codecs)
         if inside.block != across.block:

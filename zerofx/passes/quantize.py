@@ -31,6 +31,63 @@ class Exact:
 
 
 @dataclasses.dataclass(frozen=True)
+class BucketCost:
+    """What one bucket takes with numbers and with codes, in seconds.
+
+    Attributes:
+        collective: `unshard` or `reduce`.
+        members: its parameters.
+        exact: on the link, if numbers travel.
+        coded: on the link, if codes do.
+        kernels: in the kernels that make and read codes, which nothing hides.
+        exposed: how long computation waits for the codes.
+    """
+
+    collective: str
+    members: tuple[str, ...]
+    exact: float
+    coded: float
+    kernels: float
+    exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighed:
+    """Whether codes pay in a graph on one machine (`quantize="auto"`), in seconds.
+
+    Attributes:
+        pays: whether they are sent.
+        exact: forward and backward, if numbers travel.
+        coded: the same, if codes do; what else is quantized stays as it is.
+        buckets: the buckets that would send codes.
+    """
+
+    pays: bool
+    exact: float
+    coded: float
+    buckets: tuple[BucketCost, ...]
+
+    @property
+    def reason(self) -> str:
+        """In words, for notes."""
+        return f"auto: {1e3 * self.exact:.3g} ms, with codes {1e3 * self.coded:.3g} ms"
+
+    @property
+    def reasons(self) -> tuple[tuple[str, str], ...]:
+        """For each bucket, by its parameters, what spoke for codes and against them."""
+        did = "codes: they" if self.pays else "numbers: codes would"
+        return tuple(
+            (
+                ", ".join(f"{each.collective}.{name}" for name in each.members),
+                f"{did} save {1e3 * (each.exact - each.coded):.3g} ms of the link"
+                f" and take {1e3 * each.kernels:.3g} ms of kernels; the graph takes "
+                f"{1e3 * self.exact:.3g} ms with numbers, {1e3 * self.coded:.3g} ms with codes",
+            )
+            for each in self.buckets
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class QuantizePlan:
     """What becomes of each parameter of the program.
 
@@ -38,11 +95,15 @@ class QuantizePlan:
         quantized: collectives of one member each, which will send codes.
         codecs: names of their codecs.
         exact: the parameters of all others.
+        weighed: the figures behind the decision, if there was one.
+        reasons: by bucket, what they say.
     """
 
     quantized: tuple[fx.Node, ...]
     codecs: tuple[str, ...]
     exact: tuple[Exact, ...]
+    weighed: Weighed | None = None
+    reasons: tuple[tuple[str, str], ...] = ()
 
 
 def plan_codes(
@@ -51,10 +112,12 @@ def plan_codes(
     codecs: Sequence[Codec],
     patterns: Sequence[str],
     dtype_of: Callable[[fx.Node], torch.dtype],
+    weighed: Weighed | None = None,
 ) -> QuantizePlan:
     """Decide for each parameter.
 
-    A parameter has the same answer in every program: it depends on its specification alone.
+    A parameter has the same answer in forward and backward: it depends on its specification, and
+    on what was weighed for both.
 
     Args:
         program: the program.
@@ -62,11 +125,14 @@ def plan_codes(
         codecs: of the only hop, or of both.
         patterns: globs of what stays exact: names of parameters, or of their modules' classes.
         dtype_of: what a collective would send if it were exact.
+        weighed: whether codes pay; by default they are wanted in any case.
     """
     reasons = {
-        spec.name: reason_for_exact(spec, codecs, patterns)
+        spec.name: why_exact(spec, codecs, patterns)
         for spec in sorted(program.params.values(), key=lambda spec: spec.index)
     }
+    if weighed is not None and not weighed.pays:
+        reasons = {name: reason or weighed.reason for name, reason in reasons.items()}
     quantized: list[fx.Node] = []
     for start in starts:
         name = facts(start).param
@@ -75,7 +141,9 @@ def plan_codes(
         if reasons.get(name) == "":
             quantized.append(start)
     exact = tuple(Exact(name, reason) for name, reason in reasons.items() if reason)
-    return QuantizePlan(tuple(quantized), tuple(codec.name for codec in codecs), exact)
+    names = tuple(codec.name for codec in codecs)
+    why = () if weighed is None else weighed.reasons
+    return QuantizePlan(tuple(quantized), names, exact, weighed, why)
 
 
 def send_codes(edit: Editor, plan: QuantizePlan, starts: Iterable[fx.Node], codecs: object) -> None:
@@ -92,7 +160,7 @@ def send_codes(edit: Editor, plan: QuantizePlan, starts: Iterable[fx.Node], code
         note_sent(edit, made)
 
 
-def reason_for_exact(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
+def why_exact(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
     """Why a parameter stays exact; empty if it does not."""
     if not spec.layout.sharded:
         return "replicated"

@@ -16,7 +16,7 @@ from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import QuantizePlan, plan_codes, reason_for_exact, send_codes
+from zerofx.passes.quantize import QuantizePlan, Weighed, plan_codes, send_codes, why_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class QuantizeReduces(Pass):
         codec: inside a node, or of the only hop.
         across: between nodes.
         exact: patterns of names that stay as they are.
+        weighed: whether codes pay in this graph; by default they are wanted in any case.
 
     Before:
         p = reduce_start([g], [s]); a = reduce_wait(p, s)
@@ -42,6 +43,7 @@ class QuantizeReduces(Pass):
     codec: str = "int8x256"
     across: str = "int8x256"
     exact: tuple[str, ...] = ()
+    weighed: Weighed | None = None
 
     name: ClassVar[str] = "quantize_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
@@ -51,7 +53,7 @@ class QuantizeReduces(Pass):
         """Decide for each parameter."""
         starts = program.calls(REDUCE_START)
         codecs = [Codec.parse(self.codec), Codec.parse(self.across)]
-        return plan_codes(program, starts, codecs, self.exact, _dtype)
+        return plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codecs at each reduction."""
@@ -60,7 +62,7 @@ class QuantizeReduces(Pass):
     def kept_bytes(self, spec: ParamSpec) -> int:
         """Bytes that a rank keeps of a parameter from step to step: errors, with feedback."""
         codecs = Codec.parse(self.codec), Codec.parse(self.across)
-        if not spec.trainable or reason_for_exact(spec, codecs, self.exact):
+        if not spec.trainable or why_exact(spec, codecs, self.exact):
             return 0
         kernels = reduce_kernels([spec], *codecs, spec.layout.num_nodes)
         hops = [each for each in (kernels.pack, kernels.repack) if each is not None]

@@ -16,7 +16,7 @@ from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import Exact, QuantizePlan, plan_codes, reason_for_exact, send_codes
+from zerofx.passes.quantize import Exact, QuantizePlan, Weighed, plan_codes, send_codes, why_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class QuantizeUnshards(Pass):
     Attributes:
         codec: how numbers are written.
         exact: patterns of names that stay as they are.
+        weighed: whether codes pay in this graph; by default they are wanted in any case.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -40,6 +41,7 @@ class QuantizeUnshards(Pass):
 
     codec: str = "int8x256"
     exact: tuple[str, ...] = ()
+    weighed: Weighed | None = None
 
     name: ClassVar[str] = "quantize_unshards"
     regions: ClassVar[frozenset[Region]] = frozenset(
@@ -50,12 +52,13 @@ class QuantizeUnshards(Pass):
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""
         starts = program.calls(UNSHARD_START)
-        plan = plan_codes(program, starts, [Codec.parse(self.codec)], self.exact, _dtype)
+        codecs = [Codec.parse(self.codec)]
+        plan = plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
         if program.region is not Region.BACKWARD:
             return plan
-        # With secondary shards backward gathers inside the node what forward decoded: codes of that
-        # would lose twice.
-        inside = [start for start in plan.quantized if _has_secondary(program, start)]
+        # Where secondary shards are numbers, backward gathers inside the node what forward decoded:
+        # codes of that would lose twice.
+        inside = [start for start in plan.quantized if _has_numbers(program, start)]
         exact = tuple(Exact(facts(start).param, "inside the node") for start in inside)
         quantized = tuple(start for start in plan.quantized if start not in inside)
         return dataclasses.replace(plan, quantized=quantized, exact=plan.exact + exact)
@@ -67,14 +70,14 @@ class QuantizeUnshards(Pass):
     def kept_bytes(self, spec: ParamSpec) -> int:
         """Bytes that a rank keeps of a parameter from step to step: codes, if it is frozen."""
         codec = Codec.parse(self.codec)
-        if spec.trainable or reason_for_exact(spec, [codec], self.exact):
+        if spec.trainable or why_exact(spec, [codec], self.exact):
             return 0
         return unshard_kernels([spec], codec).pack.parcels.shape[1]
 
 
-def _has_secondary(program: Program, start: fx.Node) -> bool:
+def _has_numbers(program: Program, start: fx.Node) -> bool:
     spec = program.spec(waits_of(start)[0])
-    return spec is not None and spec.layout.secondary
+    return spec is not None and spec.layout.secondary and not spec.layout.secondary_codes
 
 
 def _dtype(start: fx.Node) -> torch.dtype:

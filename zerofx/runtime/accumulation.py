@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zerofx.errors import UnreducedGradientError
+from zerofx.errors import UnreducedGradientError, UnsupportedError
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
-from zerofx.torch_private import backward_id, call_after_backward
+from zerofx.torch_private import backward_id, call_after_backward, inside_reentrant_checkpoint
 
 Held = Literal["gradients", "means", "nothing"]
 """Full gradients (stages 0 and 1); means over the shard axis, which replicas have not shared yet
@@ -60,10 +60,20 @@ class Accumulation:
         return self._no_sync_depth > 0 or self._since_exchange < self._per_step
 
     def enter(self, states: Sequence[ParamState], leave: Callable[[], None]) -> None:
-        """Open the backward pass under way, unless it is open; `leave` runs when it ends."""
+        """Open the backward pass under way, unless it is open; `leave` runs when it ends.
+
+        Raises:
+            UnsupportedError: backwards are counted, and this one runs inside another.
+        """
         current = backward_id()
         if current == self._backward:
             return
+        if self._per_step > 1 and self.held != "nothing" and inside_reentrant_checkpoint():
+            raise UnsupportedError(
+                f"a region checkpointed with use_reentrant=True runs a backward of its own, so "
+                f"that accumulate={self._per_step} cannot count backwards",
+                "checkpoint with use_reentrant=False, or hold gradients back with zerofx.no_sync",
+            )
         if self._backward != -1:
             self._since_exchange -= 1  # an exception ended the one before
         self._backward, self.begun = current, True

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import UnsupportedError
+from zerofx.ir.spec import Layout
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.network import Network
 from zerofx.runtime.secondary import check_nodes, node_comm
@@ -57,6 +58,43 @@ def make_axes(
     if node is None and config.secondary_shards:
         node = node_comm(shard, device)
     return Axes(_world(mesh, network, device), shard, rest[0] if rest else None, node)
+
+
+def layouts_of(
+    config: ZeroConfig,
+    num_ranks: int,
+    num_shards: int,
+    node_sizes: tuple[int, int],
+    handles: tuple[int, int],
+) -> tuple[Layout, Layout]:
+    """How parameters lie that are split over the shard axis, and those that every rank holds whole.
+
+    Args:
+        config: the user's choices.
+        num_ranks: of the mesh.
+        num_shards: ranks that share the first kind; 1 at stage 0.
+        node_sizes: for each kind, see `Layout`.
+        handles: for each kind, see `Layout`.
+    """
+    sharded = Layout(
+        handles[0],
+        num_shards,
+        num_ranks // num_shards,
+        config.stage in (1, 2),
+        reduce_dtype=config.reduce_dtype,
+        node_size=node_sizes[0],
+        secondary=bool(config.secondary_shards),
+        secondary_codes=config.secondary_shards == "codes",
+    )
+    whole = Layout(
+        handles[1],
+        1,
+        num_ranks,
+        False,
+        reduce_dtype=config.reduce_dtype,
+        node_size=node_sizes[1],
+    )
+    return sharded, whole
 
 
 def _world(mesh: DeviceMesh, network: Network, device: torch.device) -> Comm:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +16,11 @@ from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
-from zerofx.runtime.quantized import Gathering, Reducing, gather_codes, reduce_codes
+from zerofx.runtime.quantized import GatheringOf, Reducing, reduce_codes
 from zerofx.runtime.replicas import replica_mean
-from zerofx.runtime.rounds import GatherRound
+from zerofx.runtime.rounds import GatherRound, send_codes
 from zerofx.runtime.secondary import SecondaryShards
+from zerofx.torch_private import storage_key
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -60,17 +60,17 @@ class Domain:
 
     def register(self, state: ParamState) -> None:
         """Make `state` findable by its shard."""
-        self._by_storage[state.shard.untyped_storage().data_ptr()] = state
+        self._by_storage[storage_key(state.shard)] = state
 
     def find(self, shard: Tensor) -> ParamState | None:
         """Whose shard this is; `None` for tensors that are no parameter of the model.
 
-        Storage identifies a shard. It changes under `.to()` or `load_state_dict(assign=True)`:
-        then all parameters are looked at once.
+        Storage identifies a shard, also one without rows, which may have no address. It changes
+        under `.to()` or `load_state_dict(assign=True)`: then all parameters are looked at once.
         """
-        key = shard.untyped_storage().data_ptr()
+        key = storage_key(shard)
         state = self._by_storage.get(key)
-        if state is not None and state.shard.untyped_storage().data_ptr() == key:
+        if state is not None and storage_key(state.shard) == key:
             return state
         self._by_storage.clear()
         for other in self.session.states:
@@ -85,7 +85,9 @@ class Domain:
         sizes: Sequence[Sequence[int]],
         dtypes: Sequence[torch.dtype | None],
         region: Region = Region.INFERENCE,
-        codes: Callable[[Sequence[int]], Gathering] | None = None,
+        codes: GatheringOf | None = None,
+        *,
+        keep: bool = False,
     ) -> Pending:
         """Start making full values available; each value is 1-D and padded.
 
@@ -100,6 +102,7 @@ class Domain:
                 travel.
             region: of the program that asks.
             codes: kernels for the members at given places, if they travel as codes.
+            keep: whether the codes that arrive become secondary shards.
         """
         comm = self.shard_comm
         wanted = [dtype or shard.dtype for shard, dtype in zip(shards, dtypes, strict=True)]
@@ -108,31 +111,26 @@ class Domain:
         outs: list[Tensor] = []
         everywhere = GatherRound(comm, "all_gather")
         inside = GatherRound(self.secondary.comm if self.secondary else comm, "gather_in_node")
-        places: list[int] = []
         refreshed: list[ParamState] = []
-        for shard, size, dtype in zip(shards, sizes, wanted, strict=True):
-            state = self.find(shard)
+        states = [self.find(shard) for shard in shards]
+        given = zip(states, shards, sizes, wanted, strict=True)
+        for place, (state, shard, size, dtype) in enumerate(given):
             out = self._current(state, dtype, region)
             if out is None:
                 out = self._landing(state, shard, size, dtype)
-                second = self._secondary_shard(state, dtype, region)
+                second = self._secondary_shard(state, torch.uint8 if codes else dtype, region)
                 if second is not None:
-                    out = out[: second.numel() * inside.comm.size]
-                    inside.add(_name(state), out, second)
+                    landing = out if codes else out[: second.numel() * inside.comm.size]
+                    inside.add(place, _name(state), landing, second)
                 else:
                     chunk = self._chunk(state, shard, out, at_rest=codes is not None)
-                    everywhere.add(_name(state), out, chunk)
-                    places.append(len(outs))
+                    everywhere.add(place, _name(state), out, chunk)
                 if state is not None and self.layout.resident:
                     refreshed.append(state)
             outs.append(out)
-        if codes is not None and places:
-            everywhere.codes = functools.partial(
-                gather_codes,
-                kernels=codes(places),
-                states=[self.find(shards[place]) for place in places],
-                memory=self.session.codes,
-            )
+        if codes is not None:
+            second = self.secondary if keep and not self.session.is_average() else None
+            send_codes(codes, everywhere, inside, self.session.codes, states, second)
 
         def finish(_: list[Tensor]) -> list[Tensor]:
             for state in refreshed:

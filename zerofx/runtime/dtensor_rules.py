@@ -1,4 +1,4 @@
-"""Sharding rules that DTensor lacks. Importing this module registers them."""
+"""What DTensor lacks: sharding rules, a version counter. Importing this module registers them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import register_sharding
+
+from zerofx.torch_private import count_foreach_zero
+
+# `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
+count_foreach_zero()
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

@@ -26,7 +26,8 @@ def refuse_non_finite(session: Session, params: Iterable[Tensor]) -> None:
         return
     finite = torch.stack([local_tensor(grad).isfinite().all() for grad in grads.values()]).int()
     if session.world.size > 1:
-        dist.all_reduce(finite, dist.ReduceOp.MIN, group=session.world.group)
+        with session.recorded("all_reduce", f"finiteness of {len(grads)} gradients"):
+            dist.all_reduce(finite, dist.ReduceOp.MIN, group=session.world.group)
     bad = [name for name, fine in zip(grads, finite.tolist(), strict=True) if not fine]
     if bad:
         raise NonFiniteGradientError(

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from zerofx.ir.parcels import Parcels
 from zerofx.runtime.params import ParamState
 
 
-@dataclasses.dataclass(frozen=True)
-class _Codes:
-    """This rank's chunk of a parameter as codes, and the versions of the parameter they say."""
+class Kernels(Protocol):
+    """What `zerofx.runtime.quantized.Gathering` says of the layout of a parcel."""
 
-    codes: Tensor
-    scales: Tensor
-    versions: tuple[int, int, int]
+    def apart(self, parcels: Tensor) -> list[Tensor]:
+        """The codes of each member in parcels of its own."""
+        ...
+
+    def together(self, own: Sequence[Tensor], parcel: Tensor) -> None:
+        """The way back."""
+        ...
 
 
 class FrozenCodes:
@@ -30,60 +31,48 @@ class FrozenCodes:
     """
 
     def __init__(self) -> None:
-        self._codes: weakref.WeakKeyDictionary[ParamState, _Codes] = weakref.WeakKeyDictionary()
+        self._codes: weakref.WeakKeyDictionary[ParamState, tuple[Tensor, tuple[int, int, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def load(self, states: Sequence[ParamState | None], parcels: Parcels, parcel: Tensor) -> bool:
+    def load(self, states: Sequence[ParamState | None], kernels: Kernels, parcel: Tensor) -> bool:
         """Put a parcel together from codes at hand.
 
         Args:
             states: whose chunks it holds, in the order of its members.
-            parcels: what lies where in it.
+            kernels: what lies where in it.
             parcel: `uint8[parcel_bytes]`, written if this returns True.
 
         Returns:
             Whether codes of all members are at hand and say what the parameters are now.
         """
-        found = [self._current(state) for state in states]
-        if any(each is None for each in found):
+        found = [codes for state in states if (codes := self._current(state)) is not None]
+        if len(found) < len(states):
             return False
-        _, scales = _sections(parcels, parcel)
-        scales[:, parcels.num_blocks :] = 0
-        for kept, (codes, its_scales) in zip(found, _members(parcels, parcel), strict=True):
-            assert kept is not None
-            codes.copy_(kept.codes)
-            its_scales.copy_(kept.scales)
+        kernels.together(found, parcel)
         return True
 
-    def save(self, states: Sequence[ParamState | None], parcels: Parcels, parcel: Tensor) -> None:
+    def save(self, states: Sequence[ParamState | None], kernels: Kernels, parcel: Tensor) -> None:
         """Keep the codes of those members that are frozen; see `load`."""
-        for state, (codes, scales) in zip(states, _members(parcels, parcel), strict=True):
-            if state is not None and not state.param.requires_grad:
-                self._codes[state] = _Codes(codes.clone(), scales.clone(), state.versions())
+        if not any(map(_is_frozen, states)):
+            return
+        for state, codes in zip(states, kernels.apart(parcel[None]), strict=True):
+            if state is not None and _is_frozen(state):
+                self._codes[state] = codes[0], state.versions()
 
     def drop(self, state: ParamState) -> None:
         """The parameter changed in a way that leaves no trace."""
         self._codes.pop(state, None)
 
-    def _current(self, state: ParamState | None) -> _Codes | None:
-        kept = self._codes.get(state) if state is not None else None
-        if state is None or kept is None:
+    def _current(self, state: ParamState | None) -> Tensor | None:
+        if state is None or state not in self._codes:
             return None
-        if state.param.requires_grad or kept.versions != state.versions():
+        codes, versions = self._codes[state]
+        if not _is_frozen(state) or versions != state.versions():
             self.drop(state)
             return None
-        return kept
+        return codes
 
 
-def _sections(parcels: Parcels, parcel: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes `[blocks, block_bytes]`, and scales and lows `f32[1 or 2, slots]`."""
-    codec, end = parcels.codec, parcels.num_blocks * parcels.codec.block_bytes
-    scales = parcel[end:].view(torch.float32).view(codec.num_params, -1)
-    return parcel[:end].view(-1, codec.block_bytes), scales
-
-
-def _members(parcels: Parcels, parcel: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sections of each member."""
-    codes, scales = _sections(parcels, parcel)
-    for member, first in zip(parcels.members, parcels.first_blocks, strict=True):
-        blocks = slice(first, first + parcels.blocks_of(member))
-        yield codes[blocks], scales[:, blocks]
+def _is_frozen(state: ParamState | None) -> bool:
+    return state is not None and not state.param.requires_grad

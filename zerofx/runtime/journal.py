@@ -14,7 +14,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -58,6 +58,7 @@ class Journal:
         self._checksum = 0
         self._recent: collections.deque[str] = collections.deque(maxlen=_KEPT)
         self._plans = 0
+        self._decided: dict[str, str] = {}
         self._steps: collections.deque[str] = collections.deque(maxlen=2)
         self._num_steps = 0
         self._questions = 0
@@ -108,6 +109,23 @@ class Journal:
         if self._rank == 0:
             self._store.set(key, text)
         return self._store.get(key).decode()
+
+    def decided_by_rank_zero(self, question: str, decide: Callable[[], str]) -> str:
+        """Rank 0's answer to a question that all ranks come to, each at a time of its own.
+
+        A question is answered once: who asks again, perhaps alone, is told the same.
+        """
+        if question not in self._decided:
+            key = f"{self._key}/decided/{question}"
+            if self._rank == 0:
+                answer = ""
+                try:
+                    answer = decide()
+                finally:  # or the others would wait
+                    self._store.set(key, answer)
+            # Where rank 0 failed, so does this one.
+            self._decided[question] = self._store.get(key).decode() or decide()
+        return self._decided[question]
 
     def check_step(self) -> None:
         """Publish this step's checksum and compare the next rank's of the step before.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx.ir.parcels import Parcels
 from zerofx.runtime import collectives
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.comm import Comm
@@ -36,14 +35,45 @@ class Gathering:
     Attributes:
         pack: padded chunks of all members to `uint8[1, parcel_bytes]`.
         unpack: `uint8[1, W, parcel_bytes]` to the padded full values, 1-D.
-        parcels: what lies where in the parcel of one rank.
-        check: decodes it again.
+        parcel_bytes: of one rank.
+        places: of each member, where it lies in a parcel, and where in one of its own; see
+            `zerofx.ir.parcels.Parcels.places`.
+        own_bytes: of a parcel that holds one member alone.
+        check: decodes a parcel again.
     """
 
     pack: Kernel
     unpack: Kernel
-    parcels: Parcels
+    parcel_bytes: int
+    places: tuple[tuple[tuple[int, int, int], ...], ...]
+    own_bytes: tuple[int, ...]
     check: Check
+
+    def apart(self, parcels: Tensor) -> list[Tensor]:
+        """The codes of each member in parcels of its own: bytes are moved, nothing is decoded.
+
+        Args:
+            parcels: `uint8[num, parcel_bytes]`.
+
+        Returns:
+            `uint8[num, own_bytes]` each.
+        """
+        out = [parcels.new_zeros(len(parcels), size) for size in self.own_bytes]
+        for own, places in zip(out, self.places, strict=True):
+            for here, count, there in places:
+                own[:, there : there + count] = parcels[:, here : here + count]
+        return out
+
+    def together(self, own: Sequence[Tensor], parcel: Tensor) -> None:
+        """Fill a parcel, `uint8[parcel_bytes]`, from those of each member alone."""
+        parcel.zero_()
+        for each, places in zip(own, self.places, strict=True):
+            for here, count, there in places:
+                parcel[here : here + count] = each[there : there + count]
+
+
+GatheringOf = Callable[[Sequence[int]], Gathering]
+"""The kernels for those members of a bucket that travel, by their places."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,40 +119,71 @@ class CodeMemory:
 
 
 def gather_codes(
+    kernels: Gathering,
     outs: list[Tensor],
     chunks: Sequence[Tensor],
     comm: Comm,
     tag: int,
-    *,
-    kernels: Gathering,
     states: Sequence[ParamState | None],
     memory: CodeMemory,
+    arrived: Callable[[Tensor], None] = lambda parcels: None,
 ) -> Pending:
     """Start gathering; see `zerofx.runtime.collectives.all_gather`.
 
     Args:
+        kernels: of these members.
         outs: each 1-D; written when the gather has arrived.
         chunks: each 1-D, this rank's padded chunk.
         comm: the axis.
         tag: number that must agree on all ranks.
-        kernels: of these members.
         states: whose chunks they are.
         memory: of the model.
+        arrived: called with the parcels of all ranks, `uint8[W, parcel_bytes]`.
     """
-    pool, parcels = memory.pool, kernels.parcels
-    wire = pool.take(comm.size * parcels.shape[1], torch.uint8, outs[0].device)
+    pool = memory.pool
+    wire = pool.take(comm.size * kernels.parcel_bytes, torch.uint8, outs[0].device)
     own = wire.chunk(comm.size)[comm.rank]
-    if not memory.frozen.load(states, parcels, own):
+    if not memory.frozen.load(states, kernels, own):
         kernels.pack(chunks, [own.view(1, -1)], 0)
-        memory.frozen.save(states, parcels, own)
+        memory.frozen.save(states, kernels, own)
         memory.drift.look(kernels.check, chunks, own.view(1, -1))
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
         kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
+        arrived(wire.view(comm.size, -1))
         pool.give_back(wire)
         return outs
 
     return collectives.all_gather([wire], [own], comm, tag).then(unpack)
+
+
+def gather_kept_codes(
+    kernels: Sequence[Gathering],
+    outs: list[Tensor],
+    copies: list[Tensor],
+    comm: Comm,
+    tag: int,
+    pool: BufferPool,
+) -> Pending:
+    """Start gathering codes that the ranks of a node keep: they are decoded, and not made anew.
+
+    Args:
+        kernels: of each member alone.
+        outs: each 1-D, a padded full value.
+        copies: each 1-D, this rank's part of all ranks' parcels, in order.
+        comm: the ranks of the node.
+        tag: number that must agree on all ranks.
+        pool: memory of the wires.
+    """
+    wires = [pool.take(comm.size * copy.numel(), torch.uint8, copy.device) for copy in copies]
+
+    def unpack(_: list[Tensor]) -> list[Tensor]:
+        for each, wire, out in zip(kernels, wires, outs, strict=True):
+            each.unpack([wire.view(1, -1, each.parcel_bytes)], [out], 0)
+            pool.give_back(wire)
+        return outs
+
+    return collectives.all_gather(wires, copies, comm, tag).then(unpack)
 
 
 def reduce_codes(

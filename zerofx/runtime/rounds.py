@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from zerofx.runtime.collectives import all_gather
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.journal import Journal
+from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
+from zerofx.runtime.quantized import CodeMemory, GatheringOf, gather_codes, gather_kept_codes
+from zerofx.runtime.secondary import SecondaryShards
 
 
 @dataclasses.dataclass
@@ -23,6 +27,7 @@ class GatherRound:
         names: of the parameters.
         outs: where each value goes, 1-D, `comm.size` chunks long.
         chunks: what this rank has of each.
+        places: of the members in their bucket.
         codes: gathers them as codes; by default numbers travel.
     """
 
@@ -31,10 +36,12 @@ class GatherRound:
     names: list[str] = dataclasses.field(default_factory=list)
     outs: list[Tensor] = dataclasses.field(default_factory=list)
     chunks: list[Tensor] = dataclasses.field(default_factory=list)
-    codes: Callable[[list[Tensor], Sequence[Tensor], Comm, int], Pending] | None = None
+    places: list[int] = dataclasses.field(default_factory=list)
+    codes: Callable[[list[Tensor], list[Tensor], Comm, int], Pending] | None = None
 
-    def add(self, name: str, out: Tensor, chunk: Tensor) -> None:
+    def add(self, place: int, name: str, out: Tensor, chunk: Tensor) -> None:
         """One member more."""
+        self.places.append(place)
         self.names.append(name)
         self.outs.append(out)
         self.chunks.append(chunk)
@@ -47,3 +54,41 @@ class GatherRound:
         gather = self.codes or all_gather
         started = gather(self.outs, self.chunks, self.comm, tag)
         return started if pending.done else pending.then(lambda _: started)
+
+
+def send_codes(
+    codes: GatheringOf,
+    everywhere: GatherRound,
+    inside: GatherRound,
+    memory: CodeMemory,
+    states: Sequence[ParamState | None],
+    secondary: SecondaryShards | None,
+) -> None:
+    """Let both rounds of a bucket gather codes.
+
+    Args:
+        codes: kernels for the members at given places.
+        everywhere: members whose shards are coded now.
+        inside: members whose codes the ranks of the node keep.
+        memory: of the model.
+        states: of all members.
+        secondary: keeps this rank's part of the codes that come from all ranks.
+    """
+    inside.codes = functools.partial(
+        gather_kept_codes, [codes([place]) for place in inside.places], pool=memory.pool
+    )
+    if not everywhere.places:
+        return
+    kernels = codes(everywhere.places)
+
+    def keep(parcels: Tensor) -> None:
+        if secondary is None:
+            return
+        for place, own in zip(everywhere.places, kernels.apart(parcels), strict=True):
+            if (state := states[place]) is not None:
+                secondary.put_codes(state, own)
+
+    travelling = [states[place] for place in everywhere.places]
+    everywhere.codes = functools.partial(
+        gather_codes, kernels, states=travelling, memory=memory, arrived=keep
+    )

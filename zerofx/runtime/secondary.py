@@ -38,23 +38,38 @@ class SecondaryShards:
         self.comm = comm
         self._copies: weakref.WeakKeyDictionary[ParamState, _Copy] = weakref.WeakKeyDictionary()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all secondary shards on this rank."""
+        return sum(copy.shard.nbytes for copy in self._copies.values())
+
     def put(self, state: ParamState, full: Tensor) -> None:
         """Keep this rank's part of `full`, the value of `state`'s parameter as it is now.
 
         Always: a write through `.data` before this forward left no trace in the versions.
         """
         numel = -(-full.numel() // self.comm.size)
-        copy = self._copies.get(state)
-        if copy is None or (copy.shard.dtype, copy.shard.device) != (full.dtype, full.device):
-            copy = self._copies[state] = _Copy(full.new_zeros(numel), None)
         flat = full.reshape(-1)
         start = min(self.comm.rank * numel, flat.numel())
-        mine = flat[start : start + numel]
+        self._put(state, flat[start : start + numel], numel)
+
+    def put_codes(self, state: ParamState, parcels: Tensor) -> None:
+        """Keep this rank's part of the codes of `state`'s parameter, `uint8[W, bytes]`."""
+        mine = parcels.view(self.comm.size, -1)[self.comm.rank]
+        self._put(state, mine, mine.numel())
+
+    def _put(self, state: ParamState, mine: Tensor, numel: int) -> None:
+        copy = self._copies.get(state)
+        if copy is None or (copy.shard.dtype, copy.shard.device) != (mine.dtype, mine.device):
+            copy = self._copies[state] = _Copy(mine.new_zeros(numel), None)
         copy.shard[: mine.numel()].copy_(mine)
         copy.versions = state.versions()
 
     def take(self, state: ParamState, dtype: torch.dtype) -> Tensor | None:
-        """This rank's part of the value, 1-D; `None` if it is out of date or of another dtype."""
+        """This rank's part of the value, 1-D; `None` if it is out of date or of another dtype.
+
+        Codes have the dtype uint8.
+        """
         copy = self._copies.get(state)
         if copy is None or copy.versions != state.versions() or copy.shard.dtype is not dtype:
             return None
@@ -89,7 +104,7 @@ def check_nodes(config: ZeroConfig, num_shards: int, node_size: int) -> None:
         )
         remedy = "start equally many ranks, at least two, on every node"
     raise UnsupportedError(
-        f"option secondary_shards=True: {problem}",
+        f"option secondary_shards={config.secondary_shards!r}: {problem}",
         f"{remedy}; if ranks lie otherwise, say so by ranks_per_node",
     )
 

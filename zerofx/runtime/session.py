@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import zerofx.runtime.dtensor_rules  # noqa: F401 (registers them)
 from zerofx.config import ZeroConfig
-from zerofx.ir.spec import Layout
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation, Held
-from zerofx.runtime.axes import Axes, make_axes, make_mesh
+from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
 from zerofx.runtime.buffers import BufferPool, Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
@@ -194,6 +193,13 @@ class Session:
         """Raise if an optimizer is about to step over gradients that were held back."""
         self.accumulation.refuse_pending(self.states, map(id, params))
 
+    @contextlib.contextmanager
+    def recorded(self, kind: str, name: str) -> Iterator[None]:
+        """Around a collective awaited at once: it is in the journal, and failures are explained."""
+        self.journal.record(kind, name)
+        with torch.no_grad(), self._watch.explained():
+            yield
+
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Give `buffers` rank 0's values, if any changed since the last time.
 
@@ -202,8 +208,7 @@ class Session:
         changed = any(self._buffer_versions.get(buffer) != _mark(buffer) for buffer in buffers)
         stale = buffers if changed else ()
         if stale and self.world.size > 1:
-            self.journal.record("broadcast", f"{len(stale)} buffers")
-            with torch.no_grad(), self._watch.explained():
+            with self.recorded("broadcast", f"{len(stale)} buffers"):
                 collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
         self.buffers_agree(stale)
 
@@ -223,8 +228,7 @@ class Session:
     def _share_overflow(self) -> None:
         whole, parts = mixed_gradients(state.param for state in self.states)
         if whole and parts and self.world.size > 1:
-            self.journal.record("all_reduce", "overflow")
-            with torch.no_grad(), self._watch.explained():
+            with self.recorded("all_reduce", "overflow"):
                 share_overflow(whole, parts, self.world.group)
 
     def _all_tagged(self) -> bool:
@@ -256,30 +260,24 @@ class Session:
             work.wait()
 
     def _domains(self) -> tuple[Domain, Domain]:
-        shard, node = self.axes.shard, self.axes.node
-        stage, num_ranks = self.config.stage, self.world.size
-        num_shards = shard.size if stage > 0 else 1
-        wire = self.config.reduce_dtype
-        sharded = Layout(
-            new_handle(),
-            num_shards,
-            num_ranks // num_shards,
-            stage in (1, 2),
-            reduce_dtype=wire,
-            node_size=(shard if num_shards > 1 else self.world).node_size,
-            secondary=node is not None,
-        )
-        whole = Layout(
-            new_handle(),
-            1,
+        shard, num_ranks = self.axes.shard, self.world.size
+        num_shards = shard.size if self.config.stage > 0 else 1
+        sharded, whole = layouts_of(
+            self.config,
             num_ranks,
-            False,
-            reduce_dtype=wire,
-            node_size=self.world.node_size,
+            num_shards,
+            ((shard if num_shards > 1 else self.world).node_size, self.world.node_size),
+            (new_handle(), new_handle()),
         )
         everyone = self.world if num_ranks > 1 else None
         return (
-            Domain(sharded, self, shard if num_shards > 1 else None, self.axes.replica, node),
+            Domain(
+                sharded,
+                self,
+                shard if num_shards > 1 else None,
+                self.axes.replica,
+                self.axes.node,
+            ),
             Domain(whole, self, None, everyone),
         )
 

@@ -26,10 +26,10 @@ def measure_roofline(device: torch.device) -> Roofline:
     return Roofline(2 * _ROWS * _INNER * _COLUMNS / product, 2 * 4 * _LONG / copy)
 
 
-def median_seconds(call: Callable[[], Any], device: torch.device) -> float:
+def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
     """Of one call; the first, which may allocate, does not count."""
     seconds: list[float] = []
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats + 1):
         begin = time.perf_counter()
         call()
         if device.type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,8 @@ class Weights:
 
     def __enter__(self) -> Weights:
         for file in files_of(self._path):
-            try:
+            with readable(file):
                 opened = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{file} cannot be read: {error}", "write it again"
-                ) from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
         return self
 
@@ -132,6 +128,19 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
                 name = name.replace("_orig_mod.", "")  # of parts that torch.compile wrapped
                 found.setdefault(id(value), ([], value))[0].append(name)
     return list(found.values())
+
+
+@contextlib.contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Say which safetensors file could not be read.
+
+    Raises:
+        CheckpointError: it is damaged, or the disk is.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "write it again") from error
 
 
 def files_of(path: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,14 @@ from zerofx.ir import ops
 from zerofx.ir.codes import gather_kernels, reduction_kernels, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
-from zerofx.sim.quantized import Errors, reduce_quantized, unshard_quantized, zero_errors
+from zerofx.ir.spec import ParamSpec
+from zerofx.sim.quantized import (
+    Errors,
+    reduce_quantized,
+    run_kernel,
+    unshard_quantized,
+    zero_errors,
+)
 
 ByMember = Sequence[Sequence[Tensor]]
 """Of each member, the values of all ranks."""
@@ -24,11 +31,7 @@ ErrorsByBucket = dict[tuple[str, ...], list[Errors]]
 def gather_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[fx.Node, list[Tensor]]:
     """What each rank gets of each member of a quantized `unshard_start`."""
     specs, kernels = specs_of(program, start), gather_kernels(program, start)
-    num = specs[0].layout.num_shards
-    padded = [
-        [F.pad(shard.reshape(-1), (0, spec.padded_numel // num - shard.numel())) for shard in each]
-        for each, spec in zip(shards, specs, strict=True)
-    ]
+    num, padded = specs[0].layout.num_shards, _padded(specs, shards)
     fulls = [
         full
         for replica in _replicas(list(zip(*padded, strict=True)), num)
@@ -38,6 +41,36 @@ def gather_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[fx.
         shard: [full[at][: spec.numel].view(spec.shape) for full in fulls]
         for at, (shard, spec) in enumerate(zip(ops.members(start), specs, strict=True))
     }
+
+
+def split_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[str, list[Tensor]]:
+    """By parameter, what each rank keeps of its codes: the parcels of one rank for each node."""
+    specs, kept = specs_of(program, start), dict[str, list[Tensor]]()
+    num, size = specs[0].layout.num_shards, specs[0].layout.node_size
+    for place, (spec, chunks) in enumerate(zip(specs, _padded(specs, shards), strict=True)):
+        pack = gather_kernels(program, start, [place]).pack
+        wires = [run_kernel(pack, [chunk])[0] for chunk in chunks]
+        kept[spec.name] = [
+            torch.cat(wires[rank // num * num :][:num]).chunk(size)[rank % size].clone()
+            for rank in range(len(wires))
+        ]
+    return kept
+
+
+def join_codes(
+    program: Program, start: fx.Node, kept: Mapping[str, Sequence[Tensor]]
+) -> dict[fx.Node, list[Tensor]]:
+    """What each rank gets of each member from the codes that its node keeps."""
+    specs = specs_of(program, start)
+    size = specs[0].layout.node_size
+    values: dict[fx.Node, list[Tensor]] = {}
+    for place, (shard, spec) in enumerate(zip(ops.members(start), specs, strict=True)):
+        unpack, mine = gather_kernels(program, start, [place]).unpack, kept[spec.name]
+        nodes = [torch.cat(list(mine[rank // size * size :][:size])) for rank in range(len(mine))]
+        values[shard] = [
+            run_kernel(unpack, [wire[None]])[0][: spec.numel].view(spec.shape) for wire in nodes
+        ]
+    return values
 
 
 def mean_codes(
@@ -70,6 +103,17 @@ def mean_codes(
             for rank, owner in enumerate(shards[at])
         ]
     return values
+
+
+def _padded(specs: Sequence[ParamSpec], shards: ByMember) -> list[list[Tensor]]:
+    """Of each member, the flat chunk of each rank."""
+    return [
+        [
+            F.pad(s.reshape(-1), (0, spec.padded_numel // spec.layout.num_shards - s.numel()))
+            for s in each
+        ]
+        for each, spec in zip(shards, specs, strict=True)
+    ]
 
 
 def _replicas(

@@ -23,13 +23,11 @@ from zerofx.ir import ops
 from zerofx.ir.facts import NODE, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
-from zerofx.sim.codes import ErrorsByBucket, gather_codes, mean_codes
+from zerofx.sim.codes import ErrorsByBucket, gather_codes, join_codes, mean_codes, split_codes
 from zerofx.sim.memory import memory_address, poison
-from zerofx.sim.shares import join_inside, shards_of, split_inside
+from zerofx.sim.shares import join_inside, keeps_shape, shards_of, split_inside
 
 Secondary = dict[str, list[Tensor]]
-_aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 class LockstepError(ZeroFxError):
@@ -133,7 +131,7 @@ class _Ranks:
             return self.program.module.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.target in _VIEWS and _keeps_shape(node):
+        if keeps_shape(node):
             # Rank 0's shape is in the graph; other ranks' shards may have fewer rows.
             return args[0].view(args[0].shape)
         assert callable(node.target)
@@ -151,15 +149,22 @@ class _Ranks:
         dtypes = {wait.args[1]: ops.full_dtype(wait) for wait in ops.waits_of(node)}
         for shard, name in zip(ops.members(node), facts(node).members, strict=True):
             shards, spec = self._read(node, shard), self._spec(node, name)
-            if facts(node).axis == NODE and name in self.secondary:
+            if facts(node).axis == NODE and name in self.secondary and not ops.codecs(node):
                 values[shard] = join_inside(self.secondary[name], spec)
             else:
                 values[shard] = self._gather(node, spec, shards, dtypes.get(shard))
             sources += shards
         if ops.codecs(node):
-            shards = [self._read(node, shard) for shard in ops.members(node)]
-            values = gather_codes(self.program, node, shards)
+            values = self._coded(node)
         return self._start(node, values, sources)
+
+    def _coded(self, node: fx.Node) -> dict[fx.Node, list[Tensor]]:
+        if facts(node).axis == NODE and self.secondary:
+            return join_codes(self.program, node, self.secondary)
+        shards = [self._read(node, shard) for shard in ops.members(node)]
+        if ops.keeps_codes(node):
+            self.secondary.update(split_codes(self.program, node, shards))
+        return gather_codes(self.program, node, shards)
 
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
         spec = self._spec(node, facts(node).param)
@@ -290,10 +295,3 @@ class _Ranks:
         param = facts(node).param
         named = f" of parameter {param}" if param else ""
         return LockstepError(f"node {node.name}{named} {problem}", remedy)
-
-
-def _keeps_shape(node: fx.Node) -> bool:
-    source = node.args[0]
-    before = source.meta.get("val") if isinstance(source, fx.Node) else None
-    after = node.meta.get("val")
-    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape

@@ -30,9 +30,9 @@ def unshard_quantized(
     Returns:
         Of each rank, the padded full values, flat.
     """
-    wires = [_run(kernels.pack, one, seed + rank)[0] for rank, one in enumerate(shards)]
+    wires = [run_kernel(kernels.pack, one, seed + rank)[0] for rank, one in enumerate(shards)]
     wire = torch.cat(wires)
-    return [_run(kernels.unpack, [wire[None]]) for _ in shards]
+    return [run_kernel(kernels.unpack, [wire[None]]) for _ in shards]
 
 
 Errors = list[list[list[Tensor]]]
@@ -71,21 +71,22 @@ def reduce_quantized(
     num_local, num_nodes, world = parcels.num_local, parcels.num_nodes, parcels.num
     kept = zero_errors(kernels) if errors is None else errors
     wires = [
-        _run(kernels.pack, one, seed + rank, kept[rank][0])[0] for rank, one in enumerate(grads)
+        run_kernel(kernels.pack, one, seed + rank, kept[rank][0])[0]
+        for rank, one in enumerate(grads)
     ]
     if kernels.repack is None:
-        return [_run(kernels.unpack, [_rows(wires, [rank])]) for rank in range(world)]
+        return [run_kernel(kernels.unpack, [_rows(wires, [rank])]) for rank in range(world)]
     halfway: list[Tensor] = []
     for rank in range(world):
         node, local = divmod(rank, num_local)
         neighbours = wires[node * num_local :][:num_local]
         mine = range(local * num_nodes, (local + 1) * num_nodes)
         came = _rows(neighbours, mine)
-        halfway.append(_run(kernels.repack, [came], seed + world + rank, kept[rank][1])[0])
+        halfway.append(run_kernel(kernels.repack, [came], seed + world + rank, kept[rank][1])[0])
     results: list[list[Tensor]] = []
     for rank in range(world):
         node, local = divmod(rank, num_local)
-        results.append(_run(kernels.unpack, [_rows(halfway[local::num_local], [node])]))
+        results.append(run_kernel(kernels.unpack, [_rows(halfway[local::num_local], [node])]))
     return results
 
 
@@ -94,9 +95,10 @@ def _rows(wires: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     return torch.stack([wire[list(rows)] for wire in wires])
 
 
-def _run(
+def run_kernel(
     spec: KernelSpec, inputs: Sequence[Tensor], seed: int = 0, errors: Sequence[Tensor] = ()
 ) -> list[Tensor]:
+    """What the reference writes; it renews `errors`, which it also reads."""
     outputs = poisoned(spec)
     outputs[len(outputs) - len(errors) :] = errors
     Reference(spec)(inputs, outputs, seed)

@@ -31,6 +31,8 @@ from zerofx.ir.view import aliased_inputs
 Seconds = Callable[[fx.Node], float]
 """How long a node takes on its own stream."""
 
+_COLLECTIVES = (UNSHARD_START, UNSHARD_WAIT, REDUCE_START, REDUCE_WAIT)
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -104,13 +106,17 @@ class Timeline:
         return sum(span.end - span.begin for span in self.spans if span.stream == "link")
 
 
-def simulate(program: Program, compute: Seconds, link: Seconds) -> Timeline:
+def simulate(
+    program: Program, compute: Seconds, link: Seconds, codes: Seconds = lambda node: 0.0
+) -> Timeline:
     """Run `program` in simulated time.
 
     Args:
         program: with communication nodes, in execution order.
         compute: seconds of a node that computes.
         link: seconds of `unshard_start` or `reduce_start` once the link is free.
+        codes: seconds of kernels that make codes before a collective starts, or that read them once
+            it was waited for.
     """
     now = link_free = 0.0
     done: dict[fx.Node, float] = {}
@@ -119,7 +125,11 @@ def simulate(program: Program, compute: Seconds, link: Seconds) -> Timeline:
     exposed: list[tuple[fx.Node, float]] = []
     for node in program.graph.nodes:
         issued[node] = now
+        coding = codes(node) if is_call(node, *_COLLECTIVES) else 0.0
         if is_call(node, UNSHARD_START, REDUCE_START):
+            if coding:
+                spans.append(Span(node, "compute", now, now + coding))
+                now += coding
             begin = max(now, link_free)
             done[node] = link_free = begin + link(node)
             spans.append(Span(node, "link", begin, link_free))
@@ -129,6 +139,9 @@ def simulate(program: Program, compute: Seconds, link: Seconds) -> Timeline:
                 exposed.append((node, late))
                 spans.append(Span(node, "stall", now, now + late))
                 now += late
+            if coding:
+                spans.append(Span(node, "compute", now, now + coding))
+                now += coding
         elif node.op == "call_function" and node.target not in PROGRAM_OPS:
             took = 0.0 if aliased_inputs(node) else compute(node)
             spans.append(Span(node, "compute", now, now + took))

@@ -22,6 +22,7 @@ from zerofx.torch_private.compiler import (
     must_recompute_tag,
     pass_through_dynamo,
     past_recompile_limit,
+    reached_recompile_limit,
     restart_dynamo,
     run_boxed,
     skip_frames_of,
@@ -39,6 +40,8 @@ from zerofx.torch_private.distributed import (
     reduce_scatter_flat,
 )
 from zerofx.torch_private.tensors import (
+    count_foreach_zero,
+    inside_reentrant_checkpoint,
     DispatchMode,
     FakeMode,
     backward_id,
@@ -68,6 +71,8 @@ __all__ = [
     "backend_of",
     "backward_id",
     "below_transforms",
+    "count_foreach_zero",
+    "inside_reentrant_checkpoint",
     "call_after_backward",
     "compilations",
     "compile_for_sizes",
@@ -93,6 +98,7 @@ __all__ = [
     "num_references",
     "pass_through_dynamo",
     "past_recompile_limit",
+    "reached_recompile_limit",
     "reduce_scatter_flat",
     "restart_dynamo",
     "run_boxed",

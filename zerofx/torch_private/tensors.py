@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
@@ -37,6 +40,28 @@ def call_after_backward(function: Callable[[], None]) -> None:
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode that made the first fake tensor among `values`."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def inside_reentrant_checkpoint() -> bool:
+    """Whether the backward pass under way was started by a checkpointed region of another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def count_foreach_zero() -> None:
+    """Let `torch._foreach_zero_` on `DTensor`s raise their version counters, as `zero_` does."""
+    DTensor._op_dispatcher._custom_op_handlers[_FOREACH_ZERO] = _zero_and_count
+
+
+_FOREACH_ZERO = torch.ops.aten._foreach_zero_.default
+
+
+def _zero_and_count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    values: list[Tensor] = args[0]
+    torch._foreach_zero_([v._local_tensor if isinstance(v, DTensor) else v for v in values])
+    torch.autograd.graph.increment_version([v for v in values if not v.is_inference()])
 
 
 def below_transforms(value: Any) -> Any:
