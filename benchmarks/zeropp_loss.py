@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     search = [str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
-    for name in CONTENDERS:
+    for name in args.contenders:
         if not _file(args, name).exists():
             command = ["-m", "benchmarks.zeropp_loss", *(argv or sys.argv[1:])]
             code = run_all([torchrun([*command, "--contender", name], 4)], environment)
             if code:
                 raise SystemExit(f"{name} failed with exit code {code}")
-    losses = {name: json.loads(_file(args, name).read_text())["losses"] for name in CONTENDERS}
+    losses = {name: json.loads(_file(args, name).read_text())["losses"] for name in args.contenders}
     print(table(losses))
     if args.picture is not None:
         draw(losses, args.picture)
@@ -150,6 +150,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/zeropp_loss"))
     parser.add_argument("--picture", type=Path, help="draw it there")
     parser.add_argument("--tiny", action="store_true", help="text from Python itself, no download")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--contender", choices=CONTENDERS, help="be one of its ranks")
     return parser.parse_args(argv)
 
