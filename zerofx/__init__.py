@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zerofx.api import (
     GradScaler,
     OwnerOptimizer,
+    drift,
     load_safetensors,
     meta_init,
     no_sync,
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroFxError",
     "after",
     "before",
+    "drift",
     "explain",
     "from_deepspeed",
     "load_safetensors",

@@ -17,6 +17,7 @@ from zerofx.errors import ShardingError
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
+from zerofx.runtime.drift import Drift
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.loss_scale import GradScaler
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
@@ -31,6 +32,7 @@ from zerofx.torch_private import unwrap_compiled
 __all__ = [
     "GradScaler",
     "OwnerOptimizer",
+    "drift",
     "load_safetensors",
     "meta_init",
     "no_sync",
@@ -156,15 +158,33 @@ def refresh(model: nn.Module) -> None:
     """Say that shards were edited behind PyTorch's back (through `.data`, or by another library).
 
     Stages 1 and 2 then gather their resident copies anew before the next forward, and stage 3 drops
-    what it keeps for backward, secondary shards included. Every rank must call it. Edits through
-    PyTorch operations are seen without it.
+    what it keeps for backward, secondary shards included; codes of frozen weights are made anew,
+    and errors of coded gradients begin at zero. Every rank must call it. Edits through PyTorch
+    operations are seen without it.
 
     Raises:
         ShardingError: the model is not sharded.
     """
-    session = _session(model)
-    for state in session.states:
-        session.forget(state)
+    _session(model).refresh()
+
+
+def drift(model: nn.Module) -> list[Drift]:
+    """How far the codes of each bucket were from its numbers when they were last compared.
+
+    With `drift_every=n`, every n-th time that a bucket travels as codes, each rank decodes what it
+    coded. What is found is logged too, and warned about where a codec does not suit the numbers.
+
+    Args:
+        model: sharded, with quantized weights or gradients.
+
+    Returns:
+        Of each bucket name, codec, relative error of this rank's numbers, the error that is usual,
+        and the part of the numbers that became zero; empty before the first comparison.
+
+    Raises:
+        ShardingError: the model is not sharded.
+    """
+    return _session(model).codes.drift.latest()
 
 
 def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState]:

@@ -82,10 +82,13 @@ class ZeroConfig:
             need be with block size and kind, as in `int8x128.asymmetric`. By default numbers travel
             as they are.
         quantize_gradients: reductions send codes (qgZ of ZeRO++): a codec as above, which
-            `.stochastic` may end, or two of them: inside a node, and between nodes.
+            `.stochastic` may end, or two of them: inside a node, and between nodes. `.feedback`
+            comes last: what coding takes is kept, in a byte a number, and added the next time.
         quantize_exact: what stays exact although other parameters are quantized: patterns (globs,
             upper and lower case alike) of names of parameters, or of classes that hold them. By
             default embeddings and norms. Parameters of one dimension always do.
+        drift_every: how often codes are compared with the numbers that they stand for: every so
+            many times that a bucket travels. Read by `zerofx.drift`. By default never.
         output_dtype: dtype to which floating-point outputs of the model's forward are cast.
         cast_forward_inputs: cast floating-point inputs of the model's forward to `param_dtype`.
         verify: check the program's rules after every pass.
@@ -123,6 +126,7 @@ class ZeroConfig:
     quantize_weights: str | None = None
     quantize_gradients: str | tuple[str, str] | None = None
     quantize_exact: str | tuple[str, ...] = ("*embed*", "*_emb*", "*norm*")
+    drift_every: int | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     verify: bool = True
@@ -202,6 +206,11 @@ class ZeroConfig:
                 "quantize_exact",
                 'patterns of names, such as ("*embed*",)',
             ),
+            (
+                self.drift_every is None or _is_count(self.drift_every, 1),
+                "drift_every",
+                "None or an integer of at least 1",
+            ),
             (_is_size(self.measure), "measure", "None or an integer of at least 0"),
             (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
         ]
@@ -209,6 +218,11 @@ class ZeroConfig:
             if not good:
                 given = getattr(self, name)
                 raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
+        if self.drift_every is not None and self.weight_codec is self.gradient_codecs is None:
+            raise ConfigError(
+                "option drift_every has no meaning where nothing is quantized",
+                "give quantize_weights or quantize_gradients, or leave it out",
+            )
         if self.measure is not None and not self.dump:
             raise ConfigError(
                 "option measure has no meaning without a dump", "give dump=folder too"

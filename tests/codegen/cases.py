@@ -31,10 +31,12 @@ CASES: dict[str, KernelSpec] = {
     "pack_int4_two_hops": Pack(_parcels(Codec("int4"), *_BLOCK, _ODD, nodes=2)),
     "pack_int4_asymmetric_stochastic": Pack(_parcels(_RANDOM, _WEIGHT)),
     "pack_fp8": Pack(_parcels(Codec("fp8", 128), _WEIGHT)),
+    "pack_int4_feedback": Pack(_parcels(Codec("int4", feedback=True), *_BLOCK, nodes=2)),
     "unpack_int8": Unpack(_parcels(Codec("int8"), *_BLOCK, _ODD)),
     "unpack_fp8": Unpack(_parcels(Codec("fp8", 128), _low(_WEIGHT))),
     "unpack_int4_mean": Unpack(Parcels((_SHARD,), Codec("int4"), 1), 3),
     "repack_int4": Repack(193, 2, 2, Codec("int4"), Codec("int4")),
+    "repack_feedback": Repack(193, 2, 2, Codec("int4"), Codec("int8", feedback=True)),
     "repack_int4_to_int8": Repack(192, 4, 16, Codec("int4"), Codec("int8", rounding="stochastic")),
 }
 
@@ -47,6 +49,10 @@ SHAPES: dict[str, KernelSpec] = {
     "pack_many": Pack(
         _parcels(Codec(), *(Member(f"w{n}", 512, 128, torch.float32) for n in range(40)))
     ),
+    "pack_feedback_asymmetric": Pack(
+        _parcels(dataclasses.replace(_RANDOM, feedback=True), *_BLOCK, _ODD)
+    ),
+    "pack_feedback_fp8": Pack(_parcels(Codec("fp8", 2048, feedback=True), *_BLOCK, _ODD)),
     "unpack_many": Unpack(
         _parcels(Codec(), *(Member(f"w{n}", 512, 128, torch.float32) for n in range(40)))
     ),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack
+from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, errors_of, num_blocks
 from zerofx.ir.parcels import DTYPES, Codec, Member, Parcels
 
 BLOCKS = (32, 64, 256)
@@ -27,7 +27,9 @@ ALL_CODECS = [
 @st.composite
 def codecs(draw: st.DrawFn, block: int | None = None) -> Codec:
     return dataclasses.replace(
-        draw(st.sampled_from(ALL_CODECS)), block=block or draw(st.sampled_from(BLOCKS))
+        draw(st.sampled_from(ALL_CODECS)),
+        block=block or draw(st.sampled_from(BLOCKS)),
+        feedback=draw(st.booleans()),
     )
 
 
@@ -46,7 +48,7 @@ def parcels(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Parcel
 
 @st.composite
 def repacks(draw: st.DrawFn) -> Repack:
-    codec = draw(codecs())
+    codec = draw(codecs()).plain
     sources = draw(st.sampled_from([1, 2, 3, 4, 9]))
     blocks = draw(st.sampled_from([1, 4, 7, 8]) | st.integers(1, 200 * 32 // codec.block))
     return Repack(blocks, draw(st.integers(1, 3)), sources, codec, draw(codecs(codec.block)))
@@ -90,7 +92,7 @@ def wires_for(spec: Unpack | Repack, seed: int) -> Tensor:
     from zerofx.codegen.reference import Reference
 
     if isinstance(spec, Unpack):
-        source = spec.parcels
+        source = dataclasses.replace(spec.parcels, codec=spec.parcels.codec.plain)
     else:
         numel = spec.num_blocks * spec.codec.block
         member = Member("all", numel * spec.num, numel, torch.float32)
@@ -113,4 +115,20 @@ def poisoned(spec: KernelSpec, byte: int = 255) -> list[Tensor]:
     for shape, dtype in spec.outputs:
         size = torch.Size(shape).numel() * dtype.itemsize
         out.append(torch.full((size,), byte, dtype=torch.uint8).view(dtype).view(shape))
+    return out
+
+
+def outputs_for(spec: KernelSpec, seed: int, byte: int = 255) -> list[Tensor]:
+    """Poisoned outputs; but errors as an earlier step left them, some of them large."""
+    from zerofx.codegen.reference import Reference
+
+    out = poisoned(spec, byte)
+    if errors_of(spec):
+        codec = spec.out if isinstance(spec, Repack) else spec.parcels.codec
+        num, numel = out[1].shape[0], num_blocks(spec) * codec.block
+        member = Member("errors", num * numel, numel, torch.float32)
+        drawn = torch.randn(num * numel, generator=torch.Generator().manual_seed(seed))
+        sizes = torch.logspace(-3, 1, num * num_blocks(spec)).repeat_interleave(codec.block)
+        pack = Pack(Parcels((member,), codec.errors, num))
+        Reference(pack)([drawn * sizes], out[1:])
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tests.codegen.strategies import (
     ALL_CODECS,
-    poisoned,
+    outputs_for,
     values_for,
     wires_for,
 )
@@ -27,7 +28,7 @@ named = pytest.mark.parametrize("codec", ALL_CODECS, ids=lambda codec: codec.nam
 def run(
     spec: KernelSpec, inputs: list[Tensor], seed: int = 0, compiled: bool = False
 ) -> list[Tensor]:
-    outputs = poisoned(spec, 85 if compiled else 255)
+    outputs = outputs_for(spec, seed, 85 if compiled else 255)
     Reference(spec, compiled)(inputs, outputs, seed)
     return outputs
 
@@ -122,6 +123,47 @@ def test_stochastic_rounding_is_right_on_average(code: str) -> None:
     assert error(mean, x) < error(nearest, x) / 5
 
 
+FEEDBACK = [dataclasses.replace(codec, feedback=True) for codec in ALL_CODECS]
+
+
+def sent_with(errors: Tensor, x: Tensor, codec: Codec, seed: int = 0) -> Tensor:
+    """What readers decode of `x`, coded with the errors of before, which it renews."""
+    parcels = Parcels((Member("x", x.numel(), x.numel(), x.dtype),), codec, 1)
+    wire = torch.empty(parcels.shape, dtype=torch.uint8)
+    Reference(Pack(parcels))([x], [wire, errors], seed)
+    return run(Unpack(parcels), [wire[None]])[0]
+
+
+def no_errors(codec: Codec, num_blocks: int) -> Tensor:
+    return torch.zeros(1, codec.errors.parcel_bytes(num_blocks), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("codec", FEEDBACK, ids=lambda codec: codec.name)
+def test_feedback_pays_back_what_coding_took(codec: Codec) -> None:
+    """The mean of what was sent in 40 steps."""
+    x, errors = gaussian(codec.block * 20), no_errors(codec, 20)
+    paid = torch.stack([sent_with(errors, x, codec, seed) for seed in range(40)]).mean(0)
+    lost = torch.stack([round_trip(x, codec.plain, seed) for seed in range(40)]).mean(0)
+    share = 2 if codec.rounding == "stochastic" else 5
+    assert error(paid, x) < error(lost, x) / share
+
+
+@pytest.mark.parametrize("codec", FEEDBACK, ids=lambda codec: codec.name)
+def test_errors_of_what_is_not_finite_or_of_a_burst_do_not_last(codec: Codec) -> None:
+    x = gaussian(codec.block * 4)
+    for bad in (torch.inf, torch.nan, 1e30):
+        errors = no_errors(codec, 4)
+        burst = x.clone()
+        burst[codec.block + 3] = bad
+        first = sent_with(errors, burst, codec).view(4, -1)
+        assert first[[0, 2, 3]].isfinite().all()
+        # Of a finite burst, a fifth of what the numbers beside it lost is owed.
+        after = [sent_with(errors, x, codec, seed) for seed in range(20)]
+        usual = error(round_trip(x, codec.plain), x)
+        assert error(after[0], x) < usual + (0.2 if bad == 1e30 else 0.3 * usual)
+        assert error(after[-1], x) < 1.3 * usual
+
+
 @named
 @pytest.mark.parametrize("num_sources", [1, 3, 4])
 def test_a_mean_over_sources_is_theirs(codec: Codec, num_sources: int) -> None:
@@ -136,7 +178,7 @@ ODD = (Member("a", 999, 250, torch.float32), Member("b", 7, 4, torch.bfloat16))
 
 
 COMPILED = [Codec("int8", 64), Codec("fp8", 64)]
-COMPILED += [Codec("int4", 64, symmetric=False, rounding="stochastic")]
+COMPILED += [Codec("int4", 64, symmetric=False, rounding="stochastic", feedback=True)]
 
 
 @pytest.mark.parametrize("codec", COMPILED, ids=lambda codec: codec.name)
@@ -146,7 +188,7 @@ def test_inductor_makes_the_same_bits(codec: Codec) -> None:
         parcels = Parcels(members, codec, num, nodes)
         tensors = [values_for((m.numel,), m.dtype, 4) for m in members]
         wires = wires_for(Unpack(parcels, 2), 5)
-        repack = Repack(parcels.num_blocks, num, 2, codec, Codec("int8", 64))
+        repack = Repack(parcels.num_blocks, num, 2, codec, Codec("int8", 64, feedback=True))
         for spec, inputs in (
             (Pack(parcels), tensors),
             (Unpack(parcels, 2), [wires]),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch import nn
 
+from zerofx.config import ZeroConfig
+from zerofx.cost.machine import machine_of
 from zerofx.cost.memory import (
     FP32_ADAM,
     MIXED_ADAM,
@@ -15,6 +20,7 @@ from zerofx.cost.memory import (
     states,
     wire_formula,
 )
+from zerofx.frontend.planner import Planner
 from zerofx.ir.spec import Layout, ParamSpec
 
 # ZeRO, table 1: GB on each device at stages 1, 2 and 3, by parameters and ranks.
@@ -75,3 +81,47 @@ def test_secondary_shards_are_a_share_of_the_node_in_the_dtype_of_computation() 
     spec = ParamSpec("a", 0, torch.Size((7, 5)), torch.float32, True, layout, cast=torch.bfloat16)
     found = states([spec], FP32_ADAM)
     assert (found.params, found.grads) == (40 + 18 * 2, 40)  # 35 elements on two ranks
+
+
+class _Adapted(nn.Module):
+    """A frozen layer of 64 x 128, and a trainable one of 128 x 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(128, 64, bias=False).requires_grad_(False)
+        self.top = nn.Linear(64, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.tanh(self.base(x))).square().mean()
+
+
+def test_plans_count_codes_of_frozen_weights_and_errors_of_feedback() -> None:
+    """Two nodes of two ranks: a byte a number in blocks of 256, and 16 bytes for four scales."""
+    codes = 2048 + 8 * 4  # a quarter of the frozen layer
+    inside, across = 4 * codes, 2 * codes  # four parcels of the other one; two of their means
+    for gradients, kept in (
+        ("int8", codes),
+        ("int8.feedback", codes + inside + across),
+        (("int8", "int4.feedback"), codes + across),
+    ):
+        config = ZeroConfig(
+            inner="eager",
+            quantize_weights="int8",
+            quantize_gradients=gradients,
+            ranks_per_node=2,
+        )
+        plan = Planner(
+            _Adapted,
+            lambda batch, length: ((torch.empty(batch, 128),), {}),
+            config,
+            machine_of("cpu"),
+            FP32_ADAM,
+            *(4, 2, 1),
+        ).plan((3,))
+        forecast = plan.stages[3].forecast
+        assert forecast.resident.codes == kept
+        without = dataclasses.replace(
+            forecast, resident=dataclasses.replace(forecast.resident, codes=0)
+        )
+        assert forecast.peak(2).total - without.peak(2).total == kept
+        assert forecast.largest_batch(1 << 24) < without.largest_batch(1 << 24)

@@ -75,13 +75,22 @@ def _walks(seed: int, rows: int = 32) -> tuple[Tensor, Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _losses(steps: int) -> tuple[float, float]:
-    return _trained({}, steps), _trained(CODES, steps)
+ALL_THREE = {
+    "quantize_weights": "int8x64",
+    "quantize_gradients": ("int8x64", "int4x64"),
+    "secondary_shards": True,
+}
+
+
+def _losses(steps: int) -> tuple[float, float, float]:
+    nodes = {"ranks_per_node": 2}
+    before, exact = _trained(nodes, 0), _trained(nodes, steps)
+    return before, exact, _trained({**nodes, **ALL_THREE}, steps)
 
 
 def test_a_gpt_learns_as_well_as_with_numbers() -> None:
-    before, after = run_ranks(2, _losses, 0)[0][0], run_ranks(2, _losses, 80, timeout=200)[0]
-    exact, quantized = after
+    """qwZ, qgZ and hpZ on two nodes of two ranks."""
+    before, exact, quantized = run_ranks(4, _losses, 80, timeout=200)[0]
     assert exact < before - 1
     assert quantized != exact and abs(quantized / exact - 1) < 0.01
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout
 from zerofx.ir.verify import verify
 from zerofx.passes.pipelines import pipeline
+from zerofx.sim.codes import ErrorsByBucket
+from zerofx.sim.lockstep import run_lockstep
 
 NODES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2), (4, 1, 4), (6, 1, 2), (2, 2, 1)]
 """Shards, replicas, nodes."""
@@ -93,3 +96,33 @@ def test_a_parameter_travels_alike_in_every_program() -> None:
         found = _codecs(program)
         assert not found.get("a.weight") and not found.get("a.bias")
         assert found["b.weight"] in (("int8x256",), ("int4x256", "int4x256"))
+
+
+@pytest.mark.parametrize(("shards", "replicas", "nodes"), [(2, 1, 1), (4, 1, 2), (2, 2, 1)])
+def test_feedback_brings_the_mean_of_many_steps_to_the_exact_one(
+    shards: int, replicas: int, nodes: int
+) -> None:
+    layout = Layout(2, shards, replicas, False, node_size=shards // nodes)
+    shapes = {"a.weight": (40, 40), "a.bias": (40,), "b.weight": (24, 40)}
+    model = Model(_two_layers, specs_of(shapes, layout, dtype=torch.float32), [torch.zeros(3, 40)])
+    data = data_for(model, shards * replicas)
+    values = {name: value.float() for name, value in data.values.items()}
+    inputs = inputs_for(model, values, data.buffers, [[x.float() for x in i] for i in data.inputs])
+    forward, exact = _final(model)
+    given = [
+        [*result[forward.num_user_outputs :], torch.ones(())]
+        for result in run_lockstep(forward, inputs)
+    ]
+    wanted = _flat(run_lockstep(exact, given))
+
+    def off(codec: str) -> float:
+        _, backward = _final(model, quantize_gradients=codec)
+        errors: ErrorsByBucket = {}
+        sent = [_flat(run_lockstep(backward, given, errors=errors)) for _ in range(25)]
+        return float((torch.stack(sent).mean(0) - wanted).norm() / wanted.norm())
+
+    assert off("int4x32.feedback") < off("int4x32") / 5
+
+
+def _flat(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    return torch.cat([g.reshape(-1) for row in gradients for g in row if g is not None])

@@ -26,13 +26,13 @@ def encode(codec: Codec, parts: Sequence[str]) -> Lines:
     bits = [f"tl.abs({part}).to(tl.int32, bitcast=True)" for part in parts]
     lines = [
         "# As integers, magnitudes keep their order, and infinity and NaN exceed all others.",
-        *_reduced("top", "max", bits),
+        *reduced("top", "max", bits),
         "finite = top < 0x7F800000",
     ]
     if codec.symmetric:
         lines += ["reach = top.to(tl.float32, bitcast=True)"]
     else:
-        lines += [*_reduced("low", "min", parts), *_reduced("high", "max", parts)]
+        lines += [*reduced("low", "min", parts), *reduced("high", "max", parts)]
         lines += ["reach = high - low", 'finite = finite & (reach < float("inf"))']
         lines += ["low = tl.where(finite & (low != 0.0), low, 0.0)"]
     lines += [
@@ -102,8 +102,8 @@ def functions(codec: Codec | None, out: Codec | None) -> Lines:
     return lines
 
 
-def _reduced(name: str, how: str, parts: Sequence[str]) -> Lines:
-    """`name`, the largest or smallest number of every row."""
+def reduced(name: str, how: str, parts: Sequence[str]) -> Lines:
+    """Lines that make `name`, the largest or smallest number of every row."""
     each = [f"tl.{how}({part}, axis=1, keep_dims=True)" for part in parts]
     if len(each) == 1:
         return [f"{name} = {each[0]}"]

@@ -107,6 +107,48 @@ def decode(codes: Tensor, params: Parts, codec: Codec) -> list[Tensor]:
     return values if codec.symmetric else [value + params[1][..., None] for value in values]
 
 
+KEPT, NEW = 0.8, 0.2
+"""Weights of older and new errors in the average that feedback keeps (LoCo, arXiv 2407.04480)."""
+
+LIMIT = 0.25
+"""Errors beyond this part of the largest magnitude of their block are of another time: no codec
+makes such large ones. They are forgotten, so that neither a burst nor a new loss scale lasts."""
+
+
+def with_errors(
+    parts: Parts, codec: Codec, codes: Tensor, params: Parts
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Blocks with the errors of earlier ones added, and what was added, in parts as `codec` stores.
+
+    Args:
+        parts: fp32 blocks.
+        codec: how they will be written.
+        codes: the errors, as `codec.errors` wrote them.
+        params: their scales.
+    """
+    parts = _split(parts, codec)
+    errors = decode(codes, params, codec.errors)[0].chunk(len(parts), -1)
+    limit = (_largest([part.abs() for part in parts]) * LIMIT)[..., None]
+    added = [torch.where(error.abs() > limit, 0.0, error) for error in errors]
+    return [part + error for part, error in zip(parts, added, strict=True)], added
+
+
+def next_errors(sent: Parts, added: Parts, codes: Parts, params: Parts, codec: Codec) -> Parts:
+    """The moving average of errors, now that `sent` was coded; zeros in blocks not finite.
+
+    Args:
+        sent: what was coded, errors included.
+        added: those errors.
+        codes: what it became; with `params`, as `encode` returns them.
+        params: scales, and lows if asymmetric.
+        codec: of `codes`.
+    """
+    as_read = [code.view(torch.uint8) if codec.code == "fp8" else code for code in codes]
+    back = [value for code in as_read for value in decode(code, params, codec)]
+    news = [KEPT * e + NEW * (x - y) for e, x, y in zip(added, sent, back, strict=True)]
+    return [torch.where(y.isnan(), 0.0, new) for y, new in zip(back, news, strict=True)]
+
+
 def mean(codes: Tensor, params: Parts, codec: Codec) -> list[Tensor]:
     """Mean over the first axis of decoded blocks, added in its order."""
     total = decode(codes[0], [param[0] for param in params], codec)

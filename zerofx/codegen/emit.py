@@ -7,16 +7,23 @@ registers, and every byte is read once and written once.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 
 from zerofx.codegen import arithmetic
-from zerofx.codegen.arithmetic import Lines, code_name, names_of
+from zerofx.codegen.arithmetic import Lines, names_of
 from zerofx.codegen.blocks import TINY
 from zerofx.codegen.expressions import Expr, Scope, code
 from zerofx.codegen.header import header
+from zerofx.codegen.sections import (
+    Section,
+    add_errors,
+    feed_back,
+    function,
+    indented,
+    mean_blocks,
+)
 from zerofx.codegen.tiles import Stretch, Tiling, codecs_of, tiling_of
-from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack
+from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, errors_of
 from zerofx.ir.parcels import Codec, place
 
 
@@ -46,6 +53,7 @@ class _Emitter:
         self.spec = spec
         self.tiling: Tiling = tiling_of(spec)
         self.codec, self.out = codecs_of(spec)
+        self.feedback = bool(errors_of(spec))
         self.parts = names_of(self.tiling.num_parts)
         self.width = self.codec.block // self.tiling.num_parts
         self.num_sources = 1 if isinstance(spec, Pack) else spec.num_sources
@@ -59,6 +67,7 @@ class _Emitter:
 
     def lines(self) -> Lines:
         reads, writes = not isinstance(self.spec, Pack), not isinstance(self.spec, Unpack)
+        decoded = self.codec if reads else self.out if self.feedback else None
         lines = [
             *header(self.spec, self.tiling),
             "",
@@ -68,69 +77,20 @@ class _Emitter:
         lines += [
             "",
             "",
-            *arithmetic.functions(self.codec if reads else None, self.out if writes else None),
+            *arithmetic.functions(decoded, self.out if writes else None),
         ]
-        lines += self._read_blocks() if reads else []
-        lines += self._mean_blocks() if self.num_sources > 1 else []
-        lines += self._write_blocks() if writes else []
+        blocks = self.tiling.num_blocks, self.parts, self.width
+        if reads:
+            lines += Section(self.codec, *blocks).reader("read_blocks")
+        if self.num_sources > 1:
+            lines += mean_blocks(self.spec.inputs[0][0], self.parts, wide=self.tiling.wide)
+        if writes:
+            lines += Section(self.out, *blocks).writer("write_blocks", back=self.feedback)
+        if self.feedback:
+            errors = Section(self.out.errors, *blocks)
+            lines += [*errors.reader("read_errors"), *add_errors(self.parts)]
+            lines += errors.writer("write_errors")
         return lines + self._kernel()
-
-    def _read_blocks(self) -> Lines:
-        codec, parts = self.codec, self.parts
-        body = ['"""Decoded blocks of a parcel."""']
-        for part in parts if codec.code != "int4" else parts[:1]:
-            name = code_name(codec, part, parts)
-            at = self._code_offset(codec, part)
-            body += [f"{name} = tl.load(parcel + {at}, mask=used, other=0)"]
-        body += [f"params = {self._params(codec)}"]
-        body += ["scale = tl.load(params, mask=used, other=0.0)"]
-        if not codec.symmetric:
-            slots = codec.num_slots(self.tiling.num_blocks)
-            body += [f"low = tl.load(params + {slots}, mask=used, other=0.0)"]
-        body += [*arithmetic.decode(codec, parts), f"return {', '.join(parts)}"]
-        return _function("read_blocks", "parcel, block, columns, used", body)
-
-    def _mean_blocks(self) -> Lines:
-        """The sum over the sources in their order, divided at the end."""
-        names = ", ".join(self.parts)
-        stride = self.spec.inputs[0][0][1] * self.spec.inputs[0][0][2]
-        # A short loop is unrolled, so that its loads are under way together.
-        counter = "tl.static_range" if self.num_sources <= 8 else "range"
-        source = "tl.cast(source, tl.int64)" if self.tiling.wide else "source"
-        more = ", ".join(f"more_{part}" for part in self.parts)
-        body = [
-            f'"""Mean over the parcels of {self.num_sources} sources, added in their order."""',
-            f"{names} = read_blocks(parcel, block, columns, used)",
-            f"for source in {counter}(1, {self.num_sources}):",
-            f"    {more} = read_blocks(parcel + {source} * {stride}, block, columns, used)",
-            *(f"    {part} += more_{part}" for part in self.parts),
-            *(arithmetic.mean(self.num_sources, part) for part in self.parts),
-            f"return {names}",
-        ]
-        return _function("mean_blocks", "parcel, block, columns, used", body)
-
-    def _write_blocks(self) -> Lines:
-        codec, parts = self.out, self.parts
-        names = list(parts)
-        if codec.rounding == "stochastic":
-            names += [f"noise_{part}" for part in parts]
-        body = ['"""Encode blocks into a parcel."""', *arithmetic.encode(codec, parts)]
-        for part in parts if codec.code != "int4" else parts[:1]:
-            name, at = code_name(codec, part, parts), self._code_offset(codec, part)
-            body += [f"tl.store(parcel + {at}, {name}, mask=used)"]
-        body += [f"params = {self._params(codec)}", "tl.store(params, scale, mask=used)"]
-        if not codec.symmetric:
-            slots = codec.num_slots(self.tiling.num_blocks)
-            body += [f"tl.store(params + {slots}, low, mask=used)"]
-        return _function("write_blocks", f"parcel, block, columns, used, {', '.join(names)}", body)
-
-    def _code_offset(self, codec: Codec, part: str) -> str:
-        shift = f" + {self.width}" if part == "right" and codec.code != "int4" else ""
-        return f"block * {codec.block_bytes} + columns{shift}"
-
-    def _params(self, codec: Codec) -> str:
-        end = self.tiling.num_blocks * codec.block_bytes
-        return f"(parcel + {end}).to(tl.pointer_type(tl.float32)) + block"
 
     def _kernel(self) -> Lines:
         spec, seeded = self.spec, takes_seed(self.spec)
@@ -142,12 +102,12 @@ class _Emitter:
         wires = {"Pack": ["wire"], "Unpack": ["wires"], "Repack": ["wires", "wire"]}
         own = wires[type(spec).__name__]
         operands = [*own, *tensors] if isinstance(spec, Unpack) else [*tensors, *own]
-        operands += ["seed"] if seeded else []
+        operands += ["errors"] * self.feedback + ["seed"] * seeded
         decorator = '@triton.jit(do_not_specialize=["seed"])' if seeded else "@triton.jit"
         body = self._position()
         body += self._load() if isinstance(spec, Pack) else self._read()
         body += self._store() if isinstance(spec, Unpack) else self._write()
-        return _function(kernel_name(spec), ", ".join(operands), body, decorator)
+        return function(kernel_name(spec), ", ".join(operands), body, decorator)
 
     def _position(self) -> Lines:
         """Where this program is."""
@@ -209,27 +169,32 @@ class _Emitter:
                 lines += [f"noise_{part} = uniform({at}, seed)"]
             given += [f"noise_{part}" for part in self.parts]
         lines += [f"parcel = {self._parcel('wire', size)}"]
-        lines += [f"write_blocks(parcel, block, columns, used, {', '.join(given)})"]
-        return lines + self._empty_slots()
+        if not self.feedback:
+            lines += [f"write_blocks(parcel, block, columns, used, {', '.join(given)})"]
+            return lines + self._empty_slots("parcel", self.out)
+        lines += [f"kept = {self._parcel('errors', self.spec.outputs[1][0][1])}"]
+        lines += feed_back(self.parts, given)
+        lines += self._empty_slots("parcel", self.out)
+        return lines + self._empty_slots("kept", self.out.errors)
 
-    def _empty_slots(self) -> Lines:
+    def _empty_slots(self, parcel: str, codec: Codec) -> Lines:
         """The last tile writes the slots beyond the last block, so that no byte stays unwritten."""
-        num_blocks, num_slots = self.tiling.num_blocks, self.out.num_slots(self.tiling.num_blocks)
+        num_blocks, num_slots = self.tiling.num_blocks, codec.num_slots(self.tiling.num_blocks)
         if num_slots == num_blocks:
             return []
-        end = num_blocks * self.out.block_bytes
+        end = num_blocks * codec.block_bytes
         lines = [
             "# Slots beyond the last block, as of a block of zeros.",
             f"slot = {num_blocks} + tl.arange(0, 4)",
-            f"params = (parcel + {end}).to(tl.pointer_type(tl.float32)) + slot",
+            f"params = ({parcel} + {end}).to(tl.pointer_type(tl.float32)) + slot",
             f"tl.store(params, tl.full([4], {TINY!r}, tl.float32), mask=slot < {num_slots})",
         ]
-        if not self.out.symmetric:
+        if not codec.symmetric:
             zeros = "tl.zeros([4], tl.float32)"
             lines += [f"tl.store(params + {num_slots}, {zeros}, mask=slot < {num_slots})"]
         if self.tiling.num_tiles == 1:
             return lines
-        return [f"if tile == {self.tiling.num_tiles - 1}:", *_indented(lines)]
+        return [f"if tile == {self.tiling.num_tiles - 1}:", *indented(lines)]
 
     def _choose(self, write: Callable[[Stretch], Lines]) -> Lines:
         """What `write` makes for each tensor, behind the test for its tiles."""
@@ -241,7 +206,7 @@ class _Emitter:
             end = stretch.first_tile + stretch.num_tiles
             last = number == len(stretches) - 1
             test = "else:" if last else f"{'elif' if number else 'if'} tile < {end}:"
-            lines += [f"{test}  {comment}", *_indented(write(stretch))]
+            lines += [f"{test}  {comment}", *indented(write(stretch))]
         return lines
 
     def _row(self, first_tile: int = 0) -> Expr:
@@ -281,15 +246,6 @@ class _Emitter:
         parcels, symbol = self.spec.parcels, self.scope["chunk"]
         found = [int(row.subs(symbol, p)) if row else 0 for p in range(parcels.num)]
         return found == [place(p, parcels.num_local, parcels.num_nodes) for p in range(parcels.num)]
-
-
-def _function(name: str, parameters: str, body: Lines, decorator: str = "@triton.jit") -> Lines:
-    opening = textwrap.wrap(f"def {name}({parameters}):", 100, subsequent_indent="    " * 2)
-    return [decorator, *opening, *_indented(body), "", ""]
-
-
-def _indented(lines: Lines) -> Lines:
-    return [f"    {line}" for line in lines]
 
 
 def _shifted(name: str, shift: Expr) -> str:

@@ -28,7 +28,8 @@ def function_for(
     * unpack: codes, scales, lows with s as first axis; values, in halves for int4;
     * repack: codes, scales, lows as for unpack; codes, scales, lows as for pack.
 
-    Stochastic rounding takes two more: the position of each chunk's first element `int32[c]`, and
+    Feedback takes errors after what is written, codes and scales, and writes them too. Stochastic
+    rounding takes two more: the position of each chunk's first element `int32[c]`, and
     the seed `int32`.
     """
     if not compiled:
@@ -41,7 +42,7 @@ def function_for(
 def _axes(kind: str, codec: Codec, out: Codec) -> list[str]:
     """The axes of each operand: s sources, c chunks, n blocks, b within a block."""
     read = ["scnb"] + ["scn"] * codec.num_params
-    written = ["cnb"] + ["cn"] * out.num_params
+    written = ["cnb"] + ["cn"] * out.num_params + ["cnb", "cn"] * out.feedback
     if kind == "unpack":
         return [*read, "cnb", "cnb"]
     return [*(["cnb"] if kind == "pack" else read), *written, "c", ""]
@@ -93,13 +94,10 @@ def _compiled(
 
 
 def _pack(codec: Codec, out: Codec) -> Function:
-    num_written = 1 + codec.num_params
-
     def pack(*operands: Tensor) -> None:
-        values, written, counters = operands[0], operands[1:][:num_written], operands[1:]
+        values = operands[0]
         assert values.shape[-1] == codec.block
-        noise = _noise(counters[num_written:], values.shape[1], codec, 1)
-        _write(blocks.encode([values.float()], codec, noise), written)
+        _encode([values.float()], codec, values.shape[1], operands[1:])
 
     return pack
 
@@ -117,20 +115,32 @@ def _unpack(codec: Codec, out: Codec) -> Function:
 
 
 def _repack(codec: Codec, out: Codec) -> Function:
-    num_read, num_written = 1 + codec.num_params, 1 + out.num_params
+    num_read = 1 + codec.num_params
 
     def repack(*operands: Tensor) -> None:
         codes, *params = operands[:num_read]
-        written, counters = operands[num_read:][:num_written], operands[num_read:][num_written:]
         assert codes.shape[-1] == codec.block_bytes
-        parts = blocks.mean(codes, params, codec)
-        noise = _noise(counters, codes.shape[2], out, len(parts))
-        _write(blocks.encode(parts, out, noise), written)
+        _encode(blocks.mean(codes, params, codec), out, codes.shape[2], operands[num_read:])
 
     return repack
 
 
 _MAKERS = {"pack": _pack, "unpack": _unpack, "repack": _repack}
+
+
+def _encode(parts: blocks.Parts, codec: Codec, num_blocks: int, operands: Sequence[Tensor]) -> None:
+    """Write blocks to `operands`: codes, scales, lows; errors with feedback; then counters."""
+    ends = (1 + codec.num_params, 1 + codec.num_params + 2 * codec.feedback)
+    written, errors, counters = operands[: ends[0]], operands[slice(*ends)], operands[ends[1] :]
+    added: list[Tensor] = []
+    noise = _noise(counters, num_blocks, codec, len(parts))
+    if codec.feedback:
+        parts, added = blocks.with_errors(parts, codec, errors[0], errors[1:])
+    codes, params = blocks.encode(parts, codec, noise)
+    _write((codes, params), written)
+    if codec.feedback:
+        news = blocks.next_errors(parts, added, codes, params, codec)
+        _write(blocks.encode(news, codec.errors), errors)
 
 
 def _noise(

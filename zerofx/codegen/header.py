@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zerofx.codegen.tiles import NUM_WARPS, Tiling, codecs_of
-from zerofx.ir.kernels import KernelSpec, Pack, Repack, TensorSpec, operand_bytes
+from zerofx.ir.kernels import KernelSpec, Pack, Repack, TensorSpec, Unpack, errors_of, operand_bytes
 
 Lines = list[str]
 
@@ -39,7 +39,10 @@ def _facts(spec: KernelSpec, tiling: Tiling) -> list[tuple[str, str]]:
         f"{size.num_slots(tiling.num_blocks)} scales" + ("" if size.symmetric else " and lows")
     )
     facts = [("codec", codec)]
-    facts += [("reads", _operands(spec.inputs)), ("writes", _operands(spec.outputs))]
+    written = spec.outputs if isinstance(spec, Unpack) else spec.outputs[:1]
+    facts += [("reads", _operands(spec.inputs)), ("writes", _operands(written))]
+    if errors := errors_of(spec):
+        facts += [("errors", f"{_operands(errors)}, read and written")]
     facts += [("parcel", layout)]
     if not isinstance(spec, Repack) and spec.parcels.num_nodes > 1:
         num_local, num_nodes = spec.parcels.num_local, spec.parcels.num_nodes

@@ -38,7 +38,8 @@ class Reference:
 
         Args:
             inputs: contiguous.
-            outputs: contiguous; they share no memory with the inputs.
+            outputs: contiguous; they share no memory with the inputs. Errors of feedback, the
+                last one, are read too.
             seed: for stochastic rounding; ranks and steps should differ in it.
 
         Raises:
@@ -48,28 +49,32 @@ class Reference:
         if num_blocks(self.spec) == 0:
             return
         if isinstance(self.spec, Pack):
-            self._pack(self.spec.parcels, inputs, outputs[0], seed)
+            self._pack(self.spec.parcels, inputs, outputs, seed)
         elif isinstance(self.spec, Unpack):
             self._unpack(self.spec.parcels, inputs[0], outputs)
         else:
-            self._repack(self.spec, inputs[0], outputs[0], seed)
+            self._repack(self.spec, inputs[0], outputs, seed)
 
-    def _pack(self, parcels: Parcels, tensors: Sequence[Tensor], wire: Tensor, seed: int) -> None:
+    def _pack(
+        self, parcels: Parcels, tensors: Sequence[Tensor], wires: Sequence[Tensor], seed: int
+    ) -> None:
         codec, size = parcels.codec, parcels.codec.block
-        codes, params = _sections(_by_node(wire, parcels), parcels.num_blocks, codec, written=True)
-        _fill_zeros(codes[..., :0, :], [param[..., parcels.num_blocks :] for param in params])
+        by_node = [_by_node(wire, parcels) for wire in wires]
+        written = _written(by_node, parcels.num_blocks, codec)
         for member, first, tensor in _placed(parcels, tensors):
             last = first + parcels.blocks_of(member)
             for run in _runs(parcels, member):
-                rows = codes[run.node, run.locals], *(p[run.node, run.locals] for p in params)
+                rows = [[each[run.node, run.locals] for each in one] for one in written]
                 for values, block in run.pieces(tensor, size, padded=True):
-                    into = [row[:, first + block :][:, : values.shape[1]] for row in rows]
+                    place = slice(first + block, first + block + values.shape[1])
+                    into = [each[:, place] for one in rows for each in one]
                     starts = [
                         (chunk * parcels.num_blocks + first + block) * size for chunk in run.chunks
                     ]
                     self._run("pack", codec, codec, [values, *into], seed, starts)
-                unused = [row[:, first + -(-run.count // size) : last] for row in rows]
-                _fill_zeros(unused[0], unused[1:])
+                for codes, *params in rows:
+                    unused = slice(first + -(-run.count // size), last)
+                    _fill_zeros(codes[:, unused], [param[:, unused] for param in params])
 
     def _unpack(self, parcels: Parcels, wires: Tensor, tensors: Sequence[Tensor]) -> None:
         codec, size = parcels.codec, parcels.codec.block
@@ -88,12 +93,11 @@ class Reference:
                     if short:
                         values.copy_(whole[..., : values.shape[-1]])
 
-    def _repack(self, spec: Repack, wires: Tensor, wire: Tensor, seed: int) -> None:
+    def _repack(self, spec: Repack, wires: Tensor, out: Sequence[Tensor], seed: int) -> None:
         codes, params = _sections(wires, spec.num_blocks, spec.codec, written=False)
-        into, out = _sections(wire, spec.num_blocks, spec.out, written=True)
-        _fill_zeros(into[:, :0], [param[:, spec.num_blocks :] for param in out])
         operands = [codes, *(param[..., : spec.num_blocks] for param in params)]
-        operands += [into, *(param[:, : spec.num_blocks] for param in out)]
+        for into, *scales in _written(out, spec.num_blocks, spec.out):
+            operands += [into, *(scale[:, : spec.num_blocks] for scale in scales)]
         starts = [parcel * spec.num_blocks * spec.out.block for parcel in range(spec.num)]
         self._run("repack", spec.codec, spec.out, operands, seed, starts)
 
@@ -189,6 +193,16 @@ def _sections(
     return codes.view(code_dtype(codec, written=written)), list(
         wire[..., end:].view(torch.float32).chunk(codec.num_params, -1)
     )
+
+
+def _written(wires: Sequence[Tensor], num_blocks: int, codec: Codec) -> list[list[Tensor]]:
+    """Sections of a wire, and of errors if there are any; slots without a block are filled."""
+    sections: list[list[Tensor]] = []
+    for wire, kind in zip(wires, (codec, codec.errors), strict=False):
+        codes, params = _sections(wire, num_blocks, kind, written=True)
+        _fill_zeros(codes[..., :0, :], [param[..., num_blocks:] for param in params])
+        sections.append([codes, *params])
+    return sections
 
 
 def _fill_zeros(codes: Tensor, params: Sequence[Tensor]) -> None:

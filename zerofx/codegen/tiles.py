@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from zerofx.ir.kernels import KernelSpec, Repack, operand_bytes
+from zerofx.ir.kernels import KernelSpec, Repack, errors_of, operand_bytes
 from zerofx.ir.parcels import Codec, Member
 
 NUM_WARPS = 4
 _TILE_NUMEL = 4096
-"""Elements of a tile: 32 for each thread, which fits its registers with room for loads ahead."""
+"""Elements of a tile: 32 for each thread, which fits its registers with room for loads ahead; half
+as many with errors beside them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def codecs_of(spec: KernelSpec) -> tuple[Codec, Codec]:
 def tiling_of(spec: KernelSpec) -> Tiling:
     """Tiles of a kernel."""
     codecs = codecs_of(spec)
-    rows = _TILE_NUMEL // codecs[0].block
+    rows = _TILE_NUMEL // (2 if errors_of(spec) else 1) // codecs[0].block
     num_parts = 2 if "int4" in (codec.code for codec in codecs) else 1
     wide = operand_bytes(spec) >= 2**31
     if isinstance(spec, Repack):

@@ -28,12 +28,14 @@ class Resident:
         buffers: of the model.
         step: what the optimizer allocates for a moment.
         keeps_grads: whether the memory of gradients is kept from step to step.
+        codes: errors of coded gradients, and codes of frozen parameters.
     """
 
     states: States
     buffers: int
     step: int
     keeps_grads: bool
+    codes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Peak:
         optimizer: its state, master weights, and what its step allocates.
         activations: values of the model, inputs and results included.
         gathered: the pool of gathered values.
-        messages: memory of collectives under way.
+        messages: memory of collectives under way, and what they remember of codes.
     """
 
     phase: Phase
@@ -131,8 +133,8 @@ class Forecast:
         return int(self.resident.states.grads) if self.resident.keeps_grads else 0
 
     def _always(self) -> int:
-        states = self.resident.states
-        return int(states.params + states.optimizer) + self.resident.buffers + self._pool()
+        states, more = self.resident.states, self.resident.buffers + self.resident.codes
+        return int(states.params + states.optimizer) + more + self._pool()
 
     def _at(self, phase: Phase, batch: float) -> Peak:
         rows = self._line(phase).at(batch)
@@ -146,7 +148,7 @@ class Forecast:
             optimizer=int(states.optimizer),
             activations=activations,
             gathered=self._pool(),
-            messages=messages,
+            messages=messages + self.resident.codes,
         )
 
     def _step(self, batch: float) -> Peak:
@@ -158,5 +160,5 @@ class Forecast:
             optimizer=int(states.optimizer) + self.resident.step,
             activations=int(self.lasting[0] + batch * self.lasting[1]),
             gathered=self._pool(),
-            messages=0,
+            messages=self.resident.codes,
         )

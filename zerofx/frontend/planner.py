@@ -29,8 +29,12 @@ from zerofx.frontend.views import Times, Traffic, View, grow, look
 from zerofx.frontend.weigh import Weighing
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import MOST_BYTES, default_target
+from zerofx.passes.pipelines import pipeline
+from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
 from zerofx.torch_private import fake_mode
+
+_CODING = (QuantizeReduces, QuantizeUnshards)
 
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
 """One batch, for `(batch size, length)`."""
@@ -225,6 +229,7 @@ class Planner:
         coded = unsure is None or unsure.pays
         laid = lay_out(params, config, self.num_ranks, codes_are_kept=coded)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
+        resident = dataclasses.replace(resident, codes=kept_codes(laid, config, weighed))
         if grown and stage > 1:
             # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
             resident = dataclasses.replace(resident, keeps_grads=True)
@@ -250,6 +255,14 @@ def resident_of(
     step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
     keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
     return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
+
+
+def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
+    """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
+    unpaid = {name for name, found in weighed.items() if not found.pays}
+    coding = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
+    passes = [each for each in coding if each.name not in unpaid]
+    return sum(each.kept_bytes(spec) for each in passes for spec in laid)
 
 
 def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:

@@ -1,6 +1,6 @@
 """The vocabulary: ops, facts, programs, the editing door, views, the printer, the verifier.
 
 Knows `torch.fx` and nothing else of zerofx but errors and privates; every other folder may import
-it. Modules: spec, parcels, kernels, ops, facts, program, edit, codes, view, text, case,
-code_rules, node_rules, rules, verify, cut.
+it. Modules: spec, parcels, error_bands, kernels, ops, facts, program, edit, codes, view, text,
+case, code_rules, node_rules, rules, verify, cut.
 """

@@ -27,7 +27,7 @@ TensorSpec = tuple[tuple[int, ...], torch.dtype]
 class Pack:
     """Tensors become parcels: cast, quantize and copy together.
 
-    Operands: the members, flat; the wire `uint8[num, parcel_bytes]`.
+    Operands: the members, flat; the wire `uint8[num, parcel_bytes]`; with feedback the errors.
     """
 
     parcels: Parcels
@@ -40,7 +40,11 @@ class Pack:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is written, every byte of it."""
-        return ((self.parcels.shape, torch.uint8),)
+        parcels = self.parcels
+        return (
+            (parcels.shape, torch.uint8),
+            *_errors(parcels.codec, parcels.num, num_blocks(self)),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Unpack:
 class Repack:
     """Parcels become parcels: decode, mean over the sources in fp32, quantize again.
 
-    Operands: the wires `uint8[num_sources, num, bytes]`; the wire `uint8[num, bytes]`.
+    Operands: the wires `uint8[num_sources, num, bytes]`; the wire `uint8[num, bytes]`; with
+    feedback the errors.
 
     Attributes:
         num_blocks: blocks of each parcel.
@@ -110,7 +115,8 @@ class Repack:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is written, every byte of it."""
-        return (((self.num, self.out.parcel_bytes(self.num_blocks)), torch.uint8),)
+        size = self.out.parcel_bytes(self.num_blocks)
+        return (((self.num, size), torch.uint8), *_errors(self.out, self.num, self.num_blocks))
 
 
 KernelSpec = Pack | Unpack | Repack
@@ -121,14 +127,27 @@ def num_blocks(spec: KernelSpec) -> int:
     return spec.num_blocks if isinstance(spec, Repack) else spec.parcels.num_blocks
 
 
+def errors_of(spec: KernelSpec) -> tuple[TensorSpec, ...]:
+    """What feedback keeps for `spec` from step to step: its last output, read before it is written.
+
+    Rows and blocks are those of the wire; zeros, which decode to zeros, are a good start.
+    """
+    return () if isinstance(spec, Unpack) else spec.outputs[1:]
+
+
 def operand_bytes(spec: KernelSpec) -> int:
-    """Bytes that a kernel reads and writes, each once."""
-    operands = (*spec.inputs, *spec.outputs)
+    """Bytes that a kernel reads and writes, each once; of errors both."""
+    operands = (*spec.inputs, *spec.outputs, *errors_of(spec))
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in operands)
 
 
 def _tensors(parcels: Parcels) -> tuple[TensorSpec, ...]:
     return tuple(((member.numel,), member.dtype) for member in parcels.members)
+
+
+def _errors(codec: Codec, num: int, num_blocks: int) -> tuple[TensorSpec, ...]:
+    size = codec.errors.parcel_bytes(num_blocks)
+    return (((num, size), torch.uint8),) if codec.feedback else ()
 
 
 def _check_sources(num_sources: int) -> None:
@@ -218,9 +237,9 @@ def reduce_kernels(
     pack = Pack(Parcels(full, first, num, num_nodes))
     num_local = pack.parcels.num_local
     if num_nodes == 1 or num_local == 1:
-        return ReduceKernels(pack, None, Unpack(Parcels(chunk, first, 1), num))
-    repack = Repack(pack.parcels.num_blocks, num_nodes, num_local, first, second)
-    return ReduceKernels(pack, repack, Unpack(Parcels(chunk, second, 1), num_nodes))
+        return ReduceKernels(pack, None, Unpack(Parcels(chunk, first.plain, 1), num))
+    repack = Repack(pack.parcels.num_blocks, num_nodes, num_local, first.plain, second)
+    return ReduceKernels(pack, repack, Unpack(Parcels(chunk, second.plain, 1), num_nodes))
 
 
 def _num_shards(params: Sequence[ParamSpec]) -> int:

@@ -48,6 +48,7 @@ class Codec:
             code 0 and its largest the last code.
         rounding: to the nearest code, ties to even; or up or down at random so that the mean is
             right (`stochastic`), where the random bits depend on the seed and the position only.
+        feedback: what coding takes from a block is kept, and added the next time; see `errors`.
 
     Raises:
         ConfigError: for any other value, and for `fp8` asymmetric or stochastic.
@@ -57,6 +58,7 @@ class Codec:
     block: int = 256
     symmetric: bool = True
     rounding: Rounding = "nearest"
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.code not in get_args(Code) or self.rounding not in get_args(Rounding):
@@ -82,26 +84,37 @@ class Codec:
         """The codec that `name` writes; blocks are of 256 numbers if the text does not say.
 
         Args:
-            text: such as `int8`, `int4x128` or `int8x256.asymmetric.stochastic`.
+            text: such as `int8`, `int4x128` or `int8x256.asymmetric.stochastic.feedback`.
 
         Raises:
             ConfigError: it names no codec.
         """
-        found = re.fullmatch(r"(\w+?)(?:x(\d+))?(\.asymmetric)?(\.stochastic)?", text)
+        kinds = r"(\.asymmetric)?(\.stochastic)?(\.feedback)?"
+        found = re.fullmatch(rf"(\w+?)(?:x(\d+))?{kinds}", text)
         if found is None:
-            ends = ("", ".asymmetric", ".stochastic")
+            ends = ("", ".asymmetric", ".stochastic", ".feedback")
             sizes = ("", *(f"x{size}" for size in _BLOCKS))
             names = list(map("".join, itertools.product(get_args(Code), sizes, ends)))
             raise ConfigError(
                 f"{text!r} is no codec",
                 _nearest(text, names)
                 + 'write "int8", "int4" or "fp8", then if need be "x128" for blocks of 128 '
-                'numbers, ".asymmetric", ".stochastic"',
+                'numbers, ".asymmetric", ".stochastic", ".feedback", in this order',
             )
-        code, block, asymmetric, stochastic = found.groups()
+        code, block, asymmetric, stochastic, feedback = found.groups()
         rounding: Rounding = "stochastic" if stochastic else "nearest"
         # Checked by the class itself.
-        return Codec(cast(Code, code), int(block or 256), not asymmetric, rounding)
+        return Codec(cast(Code, code), int(block or 256), not asymmetric, rounding, bool(feedback))
+
+    @property
+    def errors(self) -> Codec:
+        """How errors of feedback are kept from step to step: a byte each, and their scales."""
+        return Codec("int8", self.block)
+
+    @property
+    def plain(self) -> Codec:
+        """The same bytes, for whoever only reads them."""
+        return dataclasses.replace(self, feedback=False)
 
     @property
     def bits(self) -> int:
@@ -121,10 +134,12 @@ class Codec:
     @property
     def name(self) -> str:
         """What printers show: `int8x256`, `int4x128.asymmetric.stochastic`."""
-        kind = "" if self.symmetric else ".asymmetric"
-        return f"{self.code}x{self.block}{kind}" + (
-            ".stochastic" if self.rounding == "stochastic" else ""
+        kinds = (
+            (not self.symmetric, ".asymmetric"),
+            (self.rounding == "stochastic", ".stochastic"),
+            (self.feedback, ".feedback"),
         )
+        return f"{self.code}x{self.block}" + "".join(kind for has, kind in kinds if has)
 
     def num_slots(self, num_blocks: int) -> int:
         """Slots for scales: one for each block, rounded up to four."""

@@ -60,7 +60,8 @@ def plan_buckets(
     """Group collectives of one member into buckets.
 
     Neighbours that belong to the same repeated block stay together, so that equal layers get equal
-    buckets; blocks are joined while they fit into `target_bytes`. Layouts and codecs never mix.
+    buckets; blocks are joined while they fit into `target_bytes`. Layouts and codecs never mix, nor
+    do frozen and trainable parameters that travel as codes.
 
     Args:
         program: the program.
@@ -76,7 +77,9 @@ def plan_buckets(
     for start in starts:
         spec = program.params.get(facts(start).param)
         if spec is not None and len(members(start)) == 1:
-            alike.setdefault((spec.layout.handle, codecs(start)), []).append((start, spec))
+            # Frozen weights keep their codes, which those that change would have made anew.
+            kind = spec.layout.handle, codecs(start), bool(codecs(start)) and spec.trainable
+            alike.setdefault(kind, []).append((start, spec))
     buckets = [
         bucket
         for items in alike.values()

@@ -67,11 +67,11 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
     if config.weight_codec is not None:
         _needs_stage(config, "quantize_weights", 3)
         codec = _codec("quantize_weights", config.weight_codec)
-        if codec.rounding != "nearest":
+        if codec.rounding != "nearest" or codec.feedback:
             raise ConfigError(
                 f"option quantize_weights={config.quantize_weights!r}: forward and backward would "
                 "compute with different weights",
-                "leave stochastic rounding to quantize_gradients",
+                "leave stochastic rounding and feedback to quantize_gradients",
             )
         listed += (QuantizeUnshards(codec.name, exact),)
     if config.gradient_codecs is not None:

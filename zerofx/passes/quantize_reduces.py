@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 import torch
 from torch import fx
 
 from zerofx.ir.edit import Editor
+from zerofx.ir.kernels import errors_of, reduce_kernels
 from zerofx.ir.ops import REDUCE_START, gradients
 from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
-from zerofx.ir.spec import Region
+from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import QuantizePlan, Weighed, plan_codes, send_codes
+from zerofx.passes.quantize import QuantizePlan, Weighed, plan_codes, send_codes, why_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,8 @@ class QuantizeReduces(Pass):
 
     An all-to-all inside the node, the mean in fp32, quantized again, and an all-to-all across
     nodes; one hop where a rank has no neighbour on its node, or all ranks share it. The result is
-    the mean over all ranks. What stays exact is what `QuantizeUnshards` leaves exact.
+    the mean over all ranks. What stays exact is what `QuantizeUnshards` leaves exact. A hop whose
+    codec ends in `.feedback` keeps what coding took, and adds it before it codes the next time.
 
     Attributes:
         codec: inside a node, or of the only hop.
@@ -55,6 +58,15 @@ class QuantizeReduces(Pass):
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codecs at each reduction."""
         send_codes(edit, plan, edit.program.calls(REDUCE_START), list(plan.codecs))
+
+    def kept_bytes(self, spec: ParamSpec) -> int:
+        """Bytes that a rank keeps of a parameter from step to step: errors, with feedback."""
+        codecs = Codec.parse(self.codec), Codec.parse(self.across)
+        if not spec.trainable or why_exact(spec, codecs, self.exact):
+            return 0
+        kernels = reduce_kernels([spec], *codecs, spec.layout.num_nodes)
+        hops = [each for each in (kernels.pack, kernels.repack) if each is not None]
+        return sum(math.prod(shape) for each in hops for shape, _ in errors_of(each))
 
 
 def _dtype(start: fx.Node) -> torch.dtype:

@@ -10,12 +10,13 @@ from torch import fx
 
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
+from zerofx.ir.kernels import unshard_kernels
 from zerofx.ir.ops import UNSHARD_START, waits_of
 from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
-from zerofx.ir.spec import Region
+from zerofx.ir.spec import ParamSpec, Region
 from zerofx.passes.base import Pass
-from zerofx.passes.quantize import Exact, QuantizePlan, Weighed, plan_codes, send_codes
+from zerofx.passes.quantize import Exact, QuantizePlan, Weighed, plan_codes, send_codes, why_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,13 @@ class QuantizeUnshards(Pass):
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codec at each gather."""
         send_codes(edit, plan, edit.program.calls(UNSHARD_START), plan.codecs[0])
+
+    def kept_bytes(self, spec: ParamSpec) -> int:
+        """Bytes that a rank keeps of a parameter from step to step: codes, if it is frozen."""
+        codec = Codec.parse(self.codec)
+        if spec.trainable or why_exact(spec, [codec], self.exact):
+            return 0
+        return unshard_kernels([spec], codec).pack.parcels.shape[1]
 
 
 def _has_numbers(program: Program, start: fx.Node) -> bool:

@@ -130,7 +130,7 @@ class Domain:
             outs.append(out)
         if codes is not None:
             second = self.secondary if keep and not self.session.is_average() else None
-            send_codes(codes, everywhere, inside, self.session.pool, states, second)
+            send_codes(codes, everywhere, inside, self.session.codes, states, second)
 
         def finish(_: list[Tensor]) -> list[Tensor]:
             for state in refreshed:
@@ -248,7 +248,7 @@ class Domain:
         flat = [grad.contiguous().reshape(-1) for grad in grads]
         if codes is not None:
             owned = [split[comm.rank] for split in splits]
-            pending = reduce_codes(codes, flat, owned, comm, tag)
+            pending = reduce_codes(codes, flat, owned, comm, tag, states, self.session.codes)
             hops = 2 if codes.repack is not None else 1
         else:
             memory = self.session.recycler

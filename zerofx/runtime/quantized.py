@@ -17,7 +17,11 @@ from torch import Tensor
 from zerofx.runtime import collectives
 from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.comm import Comm
+from zerofx.runtime.drift import Check, DriftMonitor
+from zerofx.runtime.feedback import CodingErrors, Shapes
+from zerofx.runtime.frozen import FrozenCodes
 from zerofx.runtime.mail import Mail
+from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 
 Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
@@ -35,6 +39,7 @@ class Gathering:
         places: of each member, where it lies in a parcel, and where in one of its own; see
             `zerofx.ir.parcels.Parcels.places`.
         own_bytes: of a parcel that holds one member alone.
+        check: decodes a parcel again.
     """
 
     pack: Kernel
@@ -42,6 +47,7 @@ class Gathering:
     parcel_bytes: int
     places: tuple[tuple[tuple[int, int, int], ...], ...]
     own_bytes: tuple[int, ...]
+    check: Check
 
     def apart(self, parcels: Tensor) -> list[Tensor]:
         """The codes of each member in parcels of its own: bytes are moved, nothing is decoded.
@@ -57,6 +63,13 @@ class Gathering:
             for here, count, there in places:
                 own[:, there : there + count] = parcels[:, here : here + count]
         return out
+
+    def together(self, own: Sequence[Tensor], parcel: Tensor) -> None:
+        """Fill a parcel, `uint8[parcel_bytes]`, from those of each member alone."""
+        parcel.zero_()
+        for each, places in zip(own, self.places, strict=True):
+            for here, count, there in places:
+                parcel[here : here + count] = each[there : there + count]
 
 
 GatheringOf = Callable[[Sequence[int]], Gathering]
@@ -74,6 +87,8 @@ class Reducing:
         parcel_bytes: in the only hop, or inside a node.
         across_bytes: of a parcel between nodes.
         chunks: dtype and elements of each padded chunk.
+        errors: of each hop, what feedback keeps.
+        checks: of each hop, what decodes again what its kernel coded.
     """
 
     pack: Kernel
@@ -82,6 +97,25 @@ class Reducing:
     parcel_bytes: int
     across_bytes: int
     chunks: tuple[tuple[torch.dtype, int], ...]
+    errors: Shapes
+    checks: tuple[Check, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeMemory:
+    """What a sharded model remembers of codes.
+
+    Attributes:
+        pool: memory of wires.
+        frozen: codes of frozen parameters.
+        errors: of coding gradients.
+        drift: compares codes with numbers.
+    """
+
+    pool: BufferPool
+    frozen: FrozenCodes
+    errors: CodingErrors
+    drift: DriftMonitor
 
 
 def gather_codes(
@@ -90,7 +124,8 @@ def gather_codes(
     chunks: Sequence[Tensor],
     comm: Comm,
     tag: int,
-    pool: BufferPool,
+    states: Sequence[ParamState | None],
+    memory: CodeMemory,
     arrived: Callable[[Tensor], None] = lambda parcels: None,
 ) -> Pending:
     """Start gathering; see `zerofx.runtime.collectives.all_gather`.
@@ -101,12 +136,17 @@ def gather_codes(
         chunks: each 1-D, this rank's padded chunk.
         comm: the axis.
         tag: number that must agree on all ranks.
-        pool: memory of the wire.
+        states: whose chunks they are.
+        memory: of the model.
         arrived: called with the parcels of all ranks, `uint8[W, parcel_bytes]`.
     """
+    pool = memory.pool
     wire = pool.take(comm.size * kernels.parcel_bytes, torch.uint8, outs[0].device)
     own = wire.chunk(comm.size)[comm.rank]
-    kernels.pack(chunks, [own.view(1, -1)], 0)
+    if not memory.frozen.load(states, kernels, own):
+        kernels.pack(chunks, [own.view(1, -1)], 0)
+        memory.frozen.save(states, kernels, own)
+        memory.drift.look(kernels.check, chunks, own.view(1, -1))
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
         kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
@@ -147,7 +187,13 @@ def gather_kept_codes(
 
 
 def reduce_codes(
-    kernels: Reducing, grads: Sequence[Tensor], owned: Sequence[int], comm: Comm, tag: int
+    kernels: Reducing,
+    grads: Sequence[Tensor],
+    owned: Sequence[int],
+    comm: Comm,
+    tag: int,
+    states: Sequence[ParamState | None],
+    memory: CodeMemory,
 ) -> Pending:
     """Start the mean over `comm` of full gradients, of which this rank keeps its chunks.
 
@@ -157,10 +203,14 @@ def reduce_codes(
         owned: elements of each that this rank owns.
         comm: the axis.
         tag: number that must agree on all ranks; it also seeds stochastic rounding.
+        states: whose gradients they are.
+        memory: of the model.
     """
     wire = grads[0].new_empty(comm.size, kernels.parcel_bytes, dtype=torch.uint8)
     seed = tag * 2 * comm.size + comm.rank
-    kernels.pack(grads, [wire], seed)
+    errors = memory.errors.of(states, kernels.errors, wire.device)
+    kernels.pack(grads, [wire, *errors[0]], seed)
+    memory.drift.look(kernels.checks[0], grads, wire)
 
     def finish(wires: list[Tensor]) -> list[Tensor]:
         outs = [wires[0].new_empty(numel, dtype=dtype) for dtype, numel in kernels.chunks]
@@ -173,7 +223,8 @@ def reduce_codes(
 
     def cross(arrived: list[Tensor]) -> Pending:
         means = wire.new_empty(comm.num_nodes, kernels.across_bytes)
-        repack([arrived[0]], [means], seed + comm.size)
+        repack([arrived[0]], [means, *errors[1]], seed + comm.size)
+        memory.drift.look(kernels.checks[1], arrived, means)
         column = range(comm.column, comm.size, comm.node_size)
         return _all_to_all(means, column, comm.node, comm, tag)
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.collectives import all_gather
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
-from zerofx.runtime.quantized import GatheringOf, gather_codes, gather_kept_codes
+from zerofx.runtime.quantized import CodeMemory, GatheringOf, gather_codes, gather_kept_codes
 from zerofx.runtime.secondary import SecondaryShards
 
 
@@ -61,7 +60,7 @@ def send_codes(
     codes: GatheringOf,
     everywhere: GatherRound,
     inside: GatherRound,
-    pool: BufferPool,
+    memory: CodeMemory,
     states: Sequence[ParamState | None],
     secondary: SecondaryShards | None,
 ) -> None:
@@ -71,12 +70,12 @@ def send_codes(
         codes: kernels for the members at given places.
         everywhere: members whose shards are coded now.
         inside: members whose codes the ranks of the node keep.
-        pool: memory of the wires.
+        memory: of the model.
         states: of all members.
         secondary: keeps this rank's part of the codes that come from all ranks.
     """
     inside.codes = functools.partial(
-        gather_kept_codes, [codes([place]) for place in inside.places], pool=pool
+        gather_kept_codes, [codes([place]) for place in inside.places], pool=memory.pool
     )
     if not everywhere.places:
         return
@@ -89,4 +88,7 @@ def send_codes(
             if (state := states[place]) is not None:
                 secondary.put_codes(state, own)
 
-    everywhere.codes = functools.partial(gather_codes, kernels, pool=pool, arrived=keep)
+    travelling = [states[place] for place in everywhere.places]
+    everywhere.codes = functools.partial(
+        gather_codes, kernels, states=travelling, memory=memory, arrived=keep
+    )

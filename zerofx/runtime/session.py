@@ -22,6 +22,9 @@ from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
 from zerofx.runtime.buffers import BufferPool, Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
+from zerofx.runtime.drift import DriftMonitor
+from zerofx.runtime.feedback import CodingErrors
+from zerofx.runtime.frozen import FrozenCodes
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
@@ -29,6 +32,7 @@ from zerofx.runtime.network import Network, agree_on_network
 from zerofx.runtime.overflow import mixed_gradients, share_overflow
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.pending import Pending
+from zerofx.runtime.quantized import CodeMemory
 from zerofx.runtime.watch import Watch
 from zerofx.torch_private import default_store, num_live_ranks
 
@@ -48,6 +52,7 @@ class Session:
         pool: memory for gathered values.
         recycler: memory for reduced gradients.
         kept: those among them that forward left for backward.
+        codes: what is remembered of codes.
         journal: the collectives issued so far.
         scales_losses: something is computed in fp16, for which users scale losses.
         network: how ranks lie, and what their collectives cost.
@@ -71,6 +76,8 @@ class Session:
         self.pool = BufferPool()
         self.kept = KeptValues(self.pool)
         self.recycler = Recycler()
+        drift = DriftMonitor(config.drift_every)
+        self.codes = CodeMemory(self.pool, FrozenCodes(), CodingErrors(), drift)
         num_ranks = num_live_ranks()
         # One rank may copy a model alone: numbers of new models stay in step all the same.
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
@@ -171,11 +178,20 @@ class Session:
         stepped = {id(param) for param in params}
         for state in self.states:
             if id(state.param) in stepped:
-                self.forget(state)
+                self._forget_values(state)
                 self.accumulation.stepped()
+                # What has no gradient is not updated: frozen parameters keep their codes.
+                if state.param.grad is not None:
+                    self.codes.frozen.drop(state)
 
-    def forget(self, state: ParamState) -> None:
-        """The shard of `state` changed: every other copy of it is out of date."""
+    def refresh(self) -> None:
+        """Shards changed without a trace: every copy of them, and what was learnt, is of no use."""
+        self.codes.errors.clear()
+        for state in self.states:
+            self._forget_values(state)
+            self.codes.frozen.drop(state)
+
+    def _forget_values(self, state: ParamState) -> None:
         state.dirty = True
         self.kept.drop(state)
         if state.domain.secondary is not None:
@@ -212,6 +228,7 @@ class Session:
         if self.accumulation.leave():
             with self.explained():
                 self._flush_pending()
+            self.codes.errors.backward_ended()
             if self.scales_losses:
                 self._share_overflow()
             if not self._all_tagged():
@@ -264,11 +281,7 @@ class Session:
         everyone = self.world if num_ranks > 1 else None
         return (
             Domain(
-                sharded,
-                self,
-                shard if num_shards > 1 else None,
-                self.axes.replica,
-                self.axes.node,
+                sharded, self, shard if num_shards > 1 else None, self.axes.replica, self.axes.node
             ),
             Domain(whole, self, None, everyone),
         )

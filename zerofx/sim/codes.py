@@ -10,12 +10,22 @@ from torch import Tensor, fx
 
 from zerofx.ir import ops
 from zerofx.ir.codes import gather_kernels, reduction_kernels, specs_of
+from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
-from zerofx.sim.quantized import reduce_quantized, run_kernel, unshard_quantized
+from zerofx.sim.quantized import (
+    Errors,
+    reduce_quantized,
+    run_kernel,
+    unshard_quantized,
+    zero_errors,
+)
 
 ByMember = Sequence[Sequence[Tensor]]
 """Of each member, the values of all ranks."""
+
+ErrorsByBucket = dict[tuple[str, ...], list[Errors]]
+"""By the parameters of a bucket, errors of the ranks of each replica."""
 
 
 def gather_codes(program: Program, start: fx.Node, shards: ByMember) -> dict[fx.Node, list[Tensor]]:
@@ -64,11 +74,11 @@ def join_codes(
 
 
 def mean_codes(
-    program: Program, start: fx.Node, grads: ByMember, shards: ByMember
+    program: Program, start: fx.Node, grads: ByMember, shards: ByMember, errors: ErrorsByBucket
 ) -> dict[fx.Node, list[Tensor]]:
     """What each rank keeps of each member of a quantized `reduce_start`.
 
-    Replicas exchange numbers: the mean over them is exact.
+    Replicas exchange numbers: the mean over them is exact. With feedback, `errors` are renewed.
     """
     specs, kernels = specs_of(program, start), reduction_kernels(program, start)
     num, sent = specs[0].layout.num_shards, kernels.pack.parcels.members
@@ -76,10 +86,12 @@ def mean_codes(
         [grad.to(member.dtype).reshape(-1) for grad in each]
         for each, member in zip(grads, sent, strict=True)
     ]
+    replicas = _replicas(list(zip(*flat, strict=True)), num)
+    kept = errors.setdefault(facts(start).members, [zero_errors(kernels) for _ in replicas])
     chunks = [
         chunk
-        for replica in _replicas(list(zip(*flat, strict=True)), num)
-        for chunk in reduce_quantized(kernels, replica)
+        for replica, its in zip(replicas, kept, strict=True)
+        for chunk in reduce_quantized(kernels, replica, errors=its)
     ]
     values: dict[fx.Node, list[Tensor]] = {}
     for at, shard in enumerate(ops.members(start)):

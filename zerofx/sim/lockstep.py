@@ -23,12 +23,11 @@ from zerofx.ir import ops
 from zerofx.ir.facts import NODE, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
-from zerofx.sim.codes import gather_codes, join_codes, mean_codes, split_codes
+from zerofx.sim.codes import ErrorsByBucket, gather_codes, join_codes, mean_codes, split_codes
 from zerofx.sim.memory import memory_address, poison
-from zerofx.sim.shares import join_inside, shards_of, split_inside
+from zerofx.sim.shares import join_inside, keeps_shape, shards_of, split_inside
 
-_aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+Secondary = dict[str, list[Tensor]]
 
 
 class LockstepError(ZeroFxError):
@@ -39,7 +38,8 @@ def run_lockstep(
     program: Program,
     inputs: Sequence[Sequence[Any]],
     world: int | None = None,
-    secondary: dict[str, list[Tensor]] | None = None,
+    secondary: Secondary | None = None,
+    errors: ErrorsByBucket | None = None,
 ) -> list[list[Any]]:
     """Run `program` on all ranks.
 
@@ -49,6 +49,8 @@ def run_lockstep(
         world: number of ranks, to be checked against `inputs`.
         secondary: by parameter, the secondary shards of all ranks: a forward writes them, its
             backward gathers from them. Without, backward gathers the same values over all ranks.
+        errors: what feedback keeps of coded gradients: a backward renews them, the next one adds
+            them. Without, they begin at zero.
 
     Returns:
         The outputs of each rank.
@@ -60,7 +62,8 @@ def run_lockstep(
     """
     if world is not None and world != len(inputs):
         raise LockstepError(f"inputs of {len(inputs)} ranks for a world of {world}")
-    return _Ranks(program, len(inputs), {} if secondary is None else secondary).run(inputs)
+    secondary, errors = {} if secondary is None else secondary, {} if errors is None else errors
+    return _Ranks(program, len(inputs), secondary, errors).run(inputs)
 
 
 @dataclasses.dataclass
@@ -76,9 +79,10 @@ class _Pending:
 class _Ranks:
     """One run: the environment of all ranks."""
 
-    def __init__(self, program: Program, world: int, secondary: dict[str, list[Tensor]]) -> None:
-        self.program = program
-        self.secondary = secondary
+    def __init__(
+        self, program: Program, world: int, secondary: Secondary, errors: ErrorsByBucket
+    ) -> None:
+        self.program, self.secondary, self.errors = program, secondary, errors
         self.world = world
         self.values: dict[fx.Node, list[Any]] = {}
         self.pending: dict[fx.Node, _Pending] = {}
@@ -127,7 +131,7 @@ class _Ranks:
             return self.program.module.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.target in _VIEWS and _keeps_shape(node):
+        if keeps_shape(node):
             # Rank 0's shape is in the graph; other ranks' shards may have fewer rows.
             return args[0].view(args[0].shape)
         assert callable(node.target)
@@ -178,7 +182,7 @@ class _Ranks:
         if ops.codecs(node):
             grads = [self._read(node, grad) for grad in ops.gradients(node)]
             shards = [self._read(node, shard) for shard in ops.members(node)]
-            values = mean_codes(self.program, node, grads, shards)
+            values = mean_codes(self.program, node, grads, shards, self.errors)
         return self._start(node, values, sources)
 
     def _start(
@@ -291,10 +295,3 @@ class _Ranks:
         param = facts(node).param
         named = f" of parameter {param}" if param else ""
         return LockstepError(f"node {node.name}{named} {problem}", remedy)
-
-
-def _keeps_shape(node: fx.Node) -> bool:
-    source = node.args[0]
-    before = source.meta.get("val") if isinstance(source, fx.Node) else None
-    after = node.meta.get("val")
-    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from zerofx.ir.spec import ParamSpec
+
+_aten = torch.ops.aten
+_VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 def shards_of(full: Tensor, spec: ParamSpec) -> list[Tensor]:
@@ -37,3 +40,11 @@ def join_inside(shards: Sequence[Tensor], spec: ParamSpec) -> list[Tensor]:
     return [
         nodes[rank // size][: spec.numel].view(spec.shape).clone() for rank in range(len(shards))
     ]
+
+
+def keeps_shape(node: fx.Node) -> bool:
+    """Whether a node is a view that changes no shape: of a shard, for one."""
+    source = node.args[0] if node.target in _VIEWS else None
+    before = source.meta.get("val") if isinstance(source, fx.Node) else None
+    after = node.meta.get("val")
+    return isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape

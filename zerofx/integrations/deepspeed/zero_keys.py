@@ -92,7 +92,10 @@ _ZERO = [
         "zero_optimization",
         [
             ("zero_quantized_nontrainable_weights", "frozen weights are kept as they are"),
-            ("zeropp_loco_param", "reductions of codes have no feedback of errors"),
+            (
+                "zeropp_loco_param",
+                "for its default values use option `quantize_gradients`: `int4.feedback`",
+            ),
         ],
     ),
     *keys(

@@ -1,0 +1,159 @@
+"""Held-out loss of a character GPT trained from nothing: with numbers, and with ZeRO++'s codes.
+
+    python -m benchmarks.zeropp_loss --out figures --picture docs/images/zeropp_loss.png
+
+Four ranks as two nodes of two train the GPT of `examples/quickstart.py` on Shakespeare, once for
+each contender, from the same weights on the same data. Contenders whose file is in `--out` are not
+run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.launch import run_all, torchrun
+
+ROOT = Path(__file__).parents[1]
+_ALL_THREE = {"quantize_weights": "int8", "secondary_shards": True}
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "int8, int8": {**_ALL_THREE, "quantize_gradients": "int8"},
+    "int8, int4": {**_ALL_THREE, "quantize_gradients": ("int8", "int4")},
+    "int4, int4": {**_ALL_THREE, "quantize_gradients": "int4"},
+    "int4, int4, feedback": {**_ALL_THREE, "quantize_gradients": "int4.feedback"},
+}
+"""Options by name: codecs of gradients inside a node, and between nodes; int8 weights, hpZ."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing; then print and draw everything."""
+    args = _arguments(argv)
+    if args.contender is not None:
+        _train(args)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    search = [str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
+    for name in args.contenders:
+        if not _file(args, name).exists():
+            command = ["-m", "benchmarks.zeropp_loss", *(argv or sys.argv[1:])]
+            code = run_all([torchrun([*command, "--contender", name], 4)], environment)
+            if code:
+                raise SystemExit(f"{name} failed with exit code {code}")
+    losses = {name: json.loads(_file(args, name).read_text())["losses"] for name in args.contenders}
+    print(table(losses))
+    if args.picture is not None:
+        draw(losses, args.picture)
+
+
+def table(losses: dict[str, dict[str, float]]) -> str:
+    """Markdown: the held-out loss at each measured step, and how far the last is from exact."""
+    steps = list(losses["exact"])
+    rows = [["gradients", *steps, "last, to exact"], ["---", *["---:"] * (len(steps) + 1)]]
+    for name, found in losses.items():
+        far = found[steps[-1]] / losses["exact"][steps[-1]] - 1
+        rows.append([name, *(f"{found[step]:.3f}" for step in steps), f"{far:+.2%}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def draw(losses: dict[str, dict[str, float]], path: Path) -> None:
+    """Losses, and below them their distance from the exact run, in per cent."""
+    import matplotlib.pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1))
+    for name, found in losses.items():
+        steps = [int(step) for step in found]
+        above.plot(steps, list(found.values()), label=name)
+        exact = losses["exact"].values()
+        below.plot(steps, [100 * (a / b - 1) for a, b in zip(found.values(), exact, strict=True)])
+    above.set_ylabel("held-out loss")
+    above.legend(title="gradients inside, across")
+    below.axhspan(-1, 1, alpha=0.1)
+    below.set(xlabel="step", ylabel="to exact, %")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def _train(args: argparse.Namespace) -> None:
+    """One rank of one contender."""
+    from kit.assets import default_cache
+    from kit.corpus import Windows, held_out_batches, python_manual, shakespeare
+    from kit.world import join
+    from quickstart import GPT, Characters
+
+    with join() as world:
+        text = python_manual() if args.tiny else shakespeare(default_cache())
+        characters = Characters("".join(text.train + text.held_out))
+        torch.manual_seed(0)
+        model = GPT(len(characters.alphabet), args.length, args.width, args.depth)
+        options = {"inner": "eager", "ranks_per_node": 2, **CONTENDERS[args.contender]}
+        compiled = torch.compile(model, backend="zero3", options=options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        shape = {"length": args.length, "batch": args.batch}
+        place = {"rank": world.rank, "world": world.size}
+        train = characters.encode("".join(text.train))
+        stream = Windows(train, seed=0, **shape, **place)
+        kept = characters.encode("".join(text.held_out))
+        held_out = held_out_batches(kept, windows=args.windows, **shape, **place)
+
+        def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(compiled(tokens).flatten(0, 1), targets.flatten())
+
+        @torch.no_grad()
+        def evaluate() -> float:
+            mine = sum(loss_of(*batch).item() for batch in held_out) / len(held_out)
+            return world.gather(mine).mean().item()
+
+        losses = {0: evaluate()}
+        for number in range(1, args.steps + 1):
+            loss_of(*stream.next()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % args.every == 0:
+                losses[number] = evaluate()
+                if world.leads:
+                    print(f"{args.contender}: step {number}, loss {losses[number]:.4f}", flush=True)
+        if world.leads:
+            size = sum(param.numel() for param in model.parameters())
+            found = {"contender": args.contender, "num_params": size, "losses": losses}
+            _file(args, args.contender).write_text(json.dumps(found, indent=1))
+
+
+def _file(args: argparse.Namespace, name: str) -> Path:
+    return args.out / f"{name.replace(', ', '_')}.json"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=25, help="steps between held-out losses")
+    parser.add_argument("--windows", type=int, default=256, help="held out, of all ranks")
+    parser.add_argument("--length", type=int, default=64, help="characters in a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("runs/zeropp_loss"))
+    parser.add_argument("--picture", type=Path, help="draw it there")
+    parser.add_argument("--tiny", action="store_true", help="text from Python itself, no download")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contender", choices=CONTENDERS, help="be one of its ranks")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The drift monitor: silent about Gaussian numbers, and loud about outliers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofx
+from tests.codegen.strategies import ALL_CODECS
+from tests.codegen.test_reference import error, gaussian, round_trip
+from tests.quantized.test_values import Weights, grads_of
+from tests.ranks import run_ranks
+from zerofx.errors import ConfigError
+from zerofx.ir.error_bands import expected_error
+
+OPTIONS = {
+    "inner": "eager",
+    "quantize_exact": (),
+    "quantize_weights": "int8x64",
+    "quantize_gradients": ("int4x64", "int8x64"),
+    "ranks_per_node": 2,
+    "drift_every": 2,
+    "bucket_bytes": 1 << 20,
+}
+
+
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=lambda codec: codec.name)
+def test_what_is_expected_is_the_error_on_gaussian_numbers(codec: Any) -> None:
+    x = gaussian(1 << 18)
+    assert expected_error(codec) == pytest.approx(error(round_trip(x, codec), x), rel=0.06)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("zerofx.runtime.drift")
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+
+
+def _watched() -> dict[str, Any]:
+    model = Weights()
+    run = torch.compile(model, backend="zero3", options=OPTIONS)
+
+    def step(outliers: bool) -> None:
+        grads = grads_of(dist.get_rank())
+        if outliers:
+            grads[1].view(-1)[::32] = 1e4
+        run(grads)[0].backward()
+
+    with _warnings() as warned:
+        step(False)
+        calm = zerofx.drift(model)
+        assert not warned
+        with torch.no_grad():
+            model.weights[0].to_local().view(-1)[::32] = 1e4  # type: ignore[union-attr]
+        step(True)
+        assert not warned and zerofx.drift(model) == calm, "every second time"
+        step(True)
+    return {"calm": calm, "after": zerofx.drift(model), "warned": warned}
+
+
+def test_outliers_are_found_and_gaussian_numbers_are_not() -> None:
+    names = ["weights.0", "weights.1", "weights.2"]
+    for found in run_ranks(4, _watched, timeout=120):
+        unshard, inside, across = found["calm"]
+        assert [each.codec for each in found["calm"]] == ["int8x64", "int4x64", "int8x64"]
+        assert across.name == f"{inside.name}, between nodes" and unshard.name[:8] == "unshard "
+        for drift in found["calm"]:
+            assert sorted(drift.params) == names and not drift.suspects()
+            assert 2 / 3 < drift.error / drift.expected < 4 / 3
+        unshard, inside, across = found["after"]
+        assert unshard.suspects() == ["weights.0"]
+        assert inside.suspects() == across.suspects() == ["weights.1"]
+        assert inside.params["weights.1"][1] > 0.9 > 0.3 > inside.params["weights.0"][1]
+        assert len(found["warned"]) == 3
+        assert "int8x64 does not suit weights.0:" in found["warned"][0]
+        assert unshard.name in found["warned"][0]
+
+
+def test_there_must_be_codes_to_compare() -> None:
+    with pytest.raises(ConfigError, match="drift_every"):
+        zerofx.ZeroConfig(drift_every=5)
