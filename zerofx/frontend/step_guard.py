@@ -24,7 +24,6 @@ from zerofx.errors import UnreducedGradientError
 from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
-from zerofx.torch_private import reached_recompile_limit
 
 _REDUCED = "_zerofx_reduced_by_wrapper"
 
@@ -79,31 +78,16 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
                 setattr(param, _REDUCED, True)  # looked for once, not at every step
                 suspects.discard(id(param))
     if suspects:
-        cause, remedy = _why_not_sharded()
         raise UnreducedGradientError(
             "an optimizer is about to apply gradients that only this rank knows: these parameters "
-            f"were not sharded ({cause})",
-            f"{remedy}call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model "
-            "before the first forward; models that zerofx does not train belong in "
-            "DistributedDataParallel",
+            "were not sharded (Dynamo skipped the code that reads them, as it does with "
+            "nn.Sequential and the like under model.compile(); it ran into its recompile limit, "
+            "which models of one class share; or a part of the model was compiled alone)",
+            "compile with torch.compile(model, …); raise torch._dynamo.config.recompile_limit; or "
+            "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "
+            "first forward; models that zerofx does not train belong in DistributedDataParallel",
             _names(modules, suspects),
         )
-
-
-def _why_not_sharded() -> tuple[str, str]:
-    """Likely causes, and what to try before the remedy for all of them."""
-    if reached_recompile_limit():
-        return (
-            "Dynamo reached its recompile limit, which models of one class share, and ran the "
-            "forward without zerofx",
-            "raise torch._dynamo.config.recompile_limit, or call torch.compiler.reset() between "
-            "models; or ",
-        )
-    return (
-        "Dynamo skipped the code that reads them, as it does with nn.Sequential and the like under "
-        "model.compile(); or a part of the model was compiled without its root",
-        "compile with torch.compile(model, …), or ",
-    )
 
 
 def _names(modules: list[nn.Module], wanted: set[int]) -> list[str]:

@@ -249,17 +249,12 @@ def skip_frames_of(function: Callable[..., Any]) -> None:
     skip_code(function.__code__)
 
 
-def reached_recompile_limit() -> bool:
-    """Whether Dynamo gave up compiling a function anew, at some time in this process."""
-    return any("recompile limit exceeded" in why for why in counters["unimplemented"])
-
-
 def past_recompile_limit() -> str:
     """The innermost function on the stack that Dynamo gave up compiling anew; "" if there is none.
 
     Its code then runs as it is, although compiled variants of it exist.
     """
-    if not reached_recompile_limit():
+    if not any("recompile limit exceeded" in why for why in counters["unimplemented"]):
         return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
