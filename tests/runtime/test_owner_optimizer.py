@@ -120,7 +120,7 @@ def test_others_of_a_single_process(kind: str) -> None:
 
 
 def test_four_ranks() -> None:
-    for kind in KINDS:
+    for kind in ("muon", "shampoo"):
         _compare(4, kind, 3)
     _compare(4, "muon", 3, replicate=2)
 

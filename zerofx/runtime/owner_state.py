@@ -59,7 +59,9 @@ def spread(state: State, session: Session, owners: Owners) -> State:
     }
     told: list[Any] = [None] * comm.size
     dist.all_gather_object(told, mine, group=comm.group)
-    shown: State = collections.defaultdict(dict, {param: {} for param in state})
+    # In the same order on all ranks: who reads it may gather tensor by tensor.
+    named = [param.param for param, _ in owners if param.param in state]
+    shown: State = collections.defaultdict(dict, {param: {} for param in named})
     places: list[tuple[Tensor, str]] = []
     tensors: list[Owned] = []
     wholes: list[Tensor] = []
