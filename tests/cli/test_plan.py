@@ -124,7 +124,10 @@ def test_codes_as_flags_and_both_hops(capsys: pytest.CaptureFixture[str]) -> Non
     main([*GPT, *NODES, *codes])
     text = capsys.readouterr().out
     assert "as int8x256 → int4x256, scales" in text
-    assert re.search(r"sent .*65\*Ψ.*33\*Ψ|sent Ψ\*\(", text)
+    formula = re.search(r"zero3  states .* sent (.*)", text)
+    assert formula is not None
+    hops = one * 2 * 15 / 16 + one * 3 / 4 + half * 3 / 16
+    assert eval(formula[1], {"Ψ": psi, "W": 16}) == pytest.approx(hops)
     _, other = _plan(capsys, *NODES, "--quantize-weights", "int4x64")
     (small,) = _wire(other["stages"]["3"], "forward", "gather").keys() - {"float32"}
     assert small == "int4x64"

@@ -192,5 +192,7 @@ def test_codes_and_both_hops_are_shown(tab: Tab, gpt: Rehearsal, tmp_path: Path)
             continue
         sizes = (each["scale_bytes"], each["across_nodes_bytes"])
         scales, across = (tab.run(f"bytes({size})") for size in sizes)
-        assert f"{each['wire_dtype']}, scales {scales}" in text and f"{across} between nodes" in text
+        assert (
+            f"{each['wire_dtype']}, scales {scales}" in text and f"{across} between nodes" in text
+        )
     assert "int8x64 → int4x64" in text and "float32" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_of
@@ -72,15 +73,18 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
 
 def _config(args: argparse.Namespace) -> ZeroConfig:
     """The options that flags name; they bear the same names."""
-    given = (args.quantize_gradients or "").split(",")
-    more = {} if args.quantize_exact is None else {"quantize_exact": tuple(args.quantize_exact)}
+    codecs = tuple((args.quantize_gradients or "").split(","))
+    gradients: Any = codecs if len(codecs) > 1 else args.quantize_gradients
+    more: dict[str, Any] = (
+        {} if args.quantize_exact is None else {"quantize_exact": tuple(args.quantize_exact)}
+    )
     return ZeroConfig(
         dump="",
         ranks_per_node=args.ranks_per_node,
         secondary_shards=args.secondary_shards,
         quantize=args.quantize,
         quantize_weights=args.quantize_weights,
-        quantize_gradients=tuple(given) if len(given) > 1 else args.quantize_gradients,
+        quantize_gradients=gradients,
         **more,
     )
 
