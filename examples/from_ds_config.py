@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
                 mean += loss.detach() / recipe.batch.accumulation
             with report.measure("step"):
                 recipe.step(optimizer, scaler, scheduler)
-            report.step()
+            report.step(mean.item())
             average = world.gather(mean.item()).mean().item()
             if world.leads and number in (1, args.steps):
                 print(f"step {number}: loss {average:.3f}")

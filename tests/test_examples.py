@@ -80,3 +80,11 @@ def test_a_deepspeed_file_drives_a_loop(tmp_path: Path) -> None:
     assert len(re.findall(r"^step=[12]0, skipped=0, lr=\[", printed, re.M)) == 2
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(value.dtype == torch.bfloat16 for value in saved.values())
+
+
+def test_muon_learns_and_owners_share_its_state() -> None:
+    options = ("--steps", "20", "--width", "64", "--depth", "1")
+    printed = run_script("muon.py", *options)
+    first, last = (float(found) for found in re.findall(r"^step \d+: loss (\S+)", printed, re.M))
+    assert last < first - 0.5
+    assert re.findall(r"^rank (\d) owns 2 matrices", printed, re.M) == ["0", "1"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofx.api import (
     GradScaler,
+    OwnerOptimizer,
     drift,
     load_safetensors,
     meta_init,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradScaler",
+    "OwnerOptimizer",
     "Pass",
     "ZeroConfig",
     "ZeroFxError",

@@ -20,6 +20,7 @@ from zerofx.passes.registry import with_registered
 from zerofx.runtime.drift import Drift
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.loss_scale import GradScaler
+from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import ParamState, local_tensor
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
@@ -30,6 +31,7 @@ from zerofx.torch_private import unwrap_compiled
 
 __all__ = [
     "GradScaler",
+    "OwnerOptimizer",
     "drift",
     "load_safetensors",
     "meta_init",

@@ -98,7 +98,8 @@ class ZeroConfig:
         passes: changes of the pipeline, in order: a pass (an instance) goes to the end,
             `zerofx.before`, `after`, `replace` and `without` name the place of another one.
         hang_timeout: seconds that a rank waits in a collective before it compares its
-            program with the other ranks' and reports the difference.
+            program with the other ranks' and reports the difference; and of silence after which
+            a rank counts as gone, once a collective failed.
         dump: folder into which rank 0 writes every program: as text after each pass, as data and
             as Python; by default the environment variable ZEROFX_DUMP. Empty: nothing is written.
         measure: the run of each program, counted from 0, that rank 0 times into its dump: its

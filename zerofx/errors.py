@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 
 class ZeroFxError(RuntimeError):
     """Base class of all zerofx errors.
@@ -81,6 +83,18 @@ class KernelError(ZeroFxError):
 
 class DivergedError(ZeroFxError):
     """Ranks run different programs, or issue collectives in a different order."""
+
+
+class RankGoneError(ZeroFxError):
+    """A collective failed because other ranks ended; `ranks` are their global numbers."""
+
+    def __init__(self, problem: str, remedy: str = "", ranks: Iterable[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(problem, remedy)
+
+
+class OutOfMemoryError(ZeroFxError, torch.OutOfMemoryError):
+    """An allocator failed inside a program; torch's own class, on CPUs too."""
 
 
 def _text(problem: str, remedy: str, offenders: tuple[str, ...]) -> str:

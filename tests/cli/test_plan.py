@@ -92,3 +92,60 @@ def test_the_transcripts_of_the_documentation(
     main(shlex.split(command))
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert printed.strip() == text.strip()
+
+
+def _wire(found: Any, region: str, kind: str) -> dict[str, dict[str, Any]]:
+    rows = [row for row in found["wire"] if (row["region"], row["kind"]) == (region, kind)]
+    return {row["wire_dtype"]: row for row in rows}
+
+
+NODES = ("--world-size", "16", "--ranks-per-node", "4", "--stage", "3", "--quantize-exact", "ln*")
+
+
+def test_codes_as_flags_and_both_hops(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = ("--quantize-weights", "int8", "--quantize-gradients", "int8,int4")
+    _, plan = _plan(capsys, *NODES, *codes)
+    found, psi = plan["stages"]["3"], plan["num_params"]
+    gather, reduce = (
+        _wire(found, *place)[dtype]
+        for place, dtype in (
+            (("forward", "gather"), "int8x256"),
+            (("backward", "reduce"), "int8x256 → int4x256"),
+        )
+    )
+    one, half = psi * 65 / 64, psi * 33 / 64  # bytes of the model in codes
+    assert gather["sent_bytes"] == pytest.approx(one * 15 / 16, rel=0.03)
+    assert gather["across_nodes_bytes"] == pytest.approx(one * 3 / 16, rel=0.03)
+    assert gather["scale_bytes"] == pytest.approx(gather["sent_bytes"] / 65, rel=0.03)
+    assert reduce["inside_node_bytes"] == pytest.approx(one * 3 / 4, rel=0.03)
+    assert reduce["across_nodes_bytes"] == pytest.approx(half * 3 / 16, rel=0.03)
+    assert set(_wire(found, "forward", "gather")) == {"int8x256", "float32"}, "norms and biases"
+    assert sum(row["sent_bytes"] for row in found["wire"]) == found["sent_bytes"]
+    main([*GPT, *NODES, *codes])
+    text = capsys.readouterr().out
+    assert "as int8x256 → int4x256, scales" in text
+    assert re.search(r"sent .*65\*Ψ.*33\*Ψ|sent Ψ\*\(", text)
+    _, other = _plan(capsys, *NODES, "--quantize-weights", "int4x64")
+    (small,) = _wire(other["stages"]["3"], "forward", "gather").keys() - {"float32"}
+    assert small == "int4x64"
+
+
+def test_copies_in_codes_and_a_choice_left_open(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = ("--quantize-weights", "int8")
+    found = {}
+    for name, flags in (("numbers", ()), ("codes", ("=codes",))):
+        copies = ["--secondary-shards" + "".join(flags)]
+        _, plan = _plan(capsys, *NODES, *weights, *copies)
+        found[name] = plan["stages"]["3"]
+    psi = plan["num_params"]
+    saved = found["numbers"]["params"] - found["codes"]["params"]
+    assert saved == pytest.approx(psi / 4 * (4 - 65 / 64), rel=0.03)
+    assert found["codes"]["states_formula"] == "65*Ψ/256 + 16*Ψ/W"
+    back = _wire(found["codes"], "backward", "gather")["int8x256"]
+    assert back["across_nodes_bytes"] == 0 < back["inside_node_bytes"]
+    for link, dtype in (("1gbit", "int8x256"), ("1000GB/s", "float32")):
+        machine = ("--link", link, "--device", "cpu", "--bandwidth", "10GB/s")
+        _, plan = _plan(capsys, *NODES, "--quantize", "auto", *machine)
+        stage = plan["stages"]["3"]
+        assert dtype in _wire(stage, "forward", "gather")
+        assert stage["auto"]["quantize_unshards"]["pays"] is (dtype != "float32")

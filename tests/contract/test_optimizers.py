@@ -85,6 +85,6 @@ def _inside_backward(stage: int) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_optimizer_in_backward(stage: int) -> None:
-    run_ranks(2, _inside_backward, stage)
+@pytest.mark.parametrize(("stage", "num_ranks"), [(1, 2), (3, 2), (2, 4)])
+def test_optimizer_in_backward(stage: int, num_ranks: int) -> None:
+    run_ranks(num_ranks, _inside_backward, stage)

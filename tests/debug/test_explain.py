@@ -201,3 +201,27 @@ def test_questions_about_nothing_are_refused() -> None:
     frozen = Net().requires_grad_(False)
     with pytest.raises(UnsupportedError, match="no backward"):
         zerofx.explain(frozen, torch.zeros(4, 64))
+
+
+def test_codes_and_hops_of_collectives() -> None:
+    """Wire dtype, scales, bytes inside and between nodes, each from the option that makes it."""
+    base = {"ranks_per_node": 2, "quantize_exact": (), "min_shard_numel": 0}
+
+    def found(**options: Any) -> tuple[str, dict[str, Any]]:
+        each = explained(**base, **options)
+        sizes = sorted(each.collectives, key=lambda one: one.wire_bytes)
+        by_kind = {one.name.partition(".")[0] + one.region: one for one in sizes}
+        return rows(each)["collectives"], by_kind
+
+    numbers, exact = found()
+    text, coded = found(quantize_weights="int8x64", quantize_gradients=("int8x64", "int4x64"))
+    assert exact["unshardforward"].wire_dtype == "float32" and "as" in numbers.split()
+    gather, reduce = coded["unshardforward"], coded["reducebackward"]
+    assert gather.wire_dtype == "int8x64" and reduce.wire_dtype == "int8x64 → int4x64"
+    assert reduce.wire_dtype in text
+    assert gather.scale_bytes > 0 == exact["unshardforward"].scale_bytes
+    # Four ranks, two a node: of three chunks one leaves the node.
+    assert gather.across_bytes == pytest.approx(gather.wire_bytes / 3, abs=1)
+    assert reduce.across_bytes < reduce.wire_bytes / 4, "half as long codes between nodes"
+    _, inside = found(quantize_weights="int8x64", secondary_shards="codes")
+    assert inside["unshardbackward"].across_bytes == 0 < inside["unshardbackward"].scale_bytes

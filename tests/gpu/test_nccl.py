@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ pytestmark = [
 ]
 
 
-def losses(model: nn.Module, run: nn.Module, rank: int) -> list[float]:
+def losses(model: nn.Module, run: nn.Module, rank: int, **adam: Any) -> list[float]:
     """Three steps of AdamW on `rank`'s batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **adam)
     found: list[float] = []
     for step in range(3):
         inputs = [value.cuda() for value in batch("gpt", rank, step, torch.float32)]
@@ -32,20 +33,27 @@ def losses(model: nn.Module, run: nn.Module, rank: int) -> list[float]:
     return found
 
 
-def train_shared(stage: int) -> tuple[list[float], list[float]]:
+def train_shared(stage: int, **adam: Any) -> tuple[list[float], list[float]]:
     """Two ranks, one device: zeroN against DistributedDataParallel."""
     torch.cuda.set_device(0)
     plain = make("gpt", torch.float32).cuda()
     model = copy.deepcopy(plain)
     options = {"inner": "eager", "min_shard_numel": 0}
     rank = dist.get_rank()
-    got = losses(model, torch.compile(model, backend=f"zero{stage}", options=options), rank)
-    return got, losses(plain, nn.parallel.DistributedDataParallel(plain), rank)
+    got = losses(model, torch.compile(model, backend=f"zero{stage}", options=options), rank, **adam)
+    return got, losses(plain, nn.parallel.DistributedDataParallel(plain), rank, **adam)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_share_a_device_over_gloo(stage: int) -> None:
     for got, want in run_ranks(2, train_shared, stage):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_capturable_optimizer(stage: int) -> None:
+    """Its counts of steps lie on the device, plain tensors beside sharded moments."""
+    for got, want in run_ranks(2, train_shared, stage, capturable=True):
         assert got == pytest.approx(want, rel=1e-5)
 
 

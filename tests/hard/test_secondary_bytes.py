@@ -153,7 +153,7 @@ def test_refused_where_they_could_not_serve() -> None:
         zerofx.ZeroConfig(stage=2, secondary_shards=True)
     with pytest.raises(ConfigError, match=r"secondary_shards='int8' is not.*\"codes\""):
         zerofx.ZeroConfig(secondary_shards="int8")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match='"codes" has no meaning.*quantize_weights="int8"'):
+    with pytest.raises(ConfigError, match=r'"codes" has no meaning.*quantize_weights="int8"'):
         zerofx.ZeroConfig(secondary_shards="codes", quantize_gradients="int8")
 
 

@@ -17,6 +17,9 @@ _WARMUP = {**BASE, "scheduler.type": "WarmupLR"}
 _DECAY = {**BASE, "scheduler.type": "WarmupDecayLR", "scheduler.params.total_num_steps": 9}
 _COSINE = {**_DECAY, "scheduler.type": "WarmupCosineLR"}
 _RANGE = {**BASE, "scheduler.type": "LRRangeTest"}
+_CSV = {**BASE, "csv_monitor.enabled": True}
+_BOARD = {**BASE, "tensorboard.enabled": True}
+_WANDB = {**BASE, "wandb.enabled": True}
 _CYCLE = {
     **BASE,
     "scheduler.type": "OneCycle",
@@ -84,7 +87,21 @@ HONOURED: dict[str, Pair] = {
     "gradient_clipping": (BASE, 0.0, 0.5),
     "steps_per_print": (BASE, 1, 10),
     "wall_clock_breakdown": (BASE, False, True),
+    "memory_breakdown": (BASE, False, True),
+    "csv_monitor.enabled": (BASE, False, True),
+    "csv_monitor.output_path": (_CSV, "one", "other"),
+    "csv_monitor.job_name": (_CSV, "one", "other"),
+    "tensorboard.enabled": (BASE, False, True),
+    "tensorboard.output_path": (_BOARD, "one", "other"),
+    "tensorboard.job_name": (_BOARD, "one", "other"),
+    "wandb.enabled": (BASE, False, True),
+    "wandb.group": (_WANDB, "one", "other"),
+    "wandb.team": (_WANDB, "one", "other"),
+    "wandb.project": (_WANDB, "one", "other"),
     "dump_state": (BASE, False, True),
+    "dataloader_drop_last": (BASE, False, True),
+    "scheduler.params.last_batch_iteration": (_WARMUP, -1, 3),
+    "zero_optimization.ignore_unused_parameters": (_STAGE_2, False, True),
     "zero_optimization.stage": (BASE, 1, 2),
     "zero_optimization.overlap_comm": (_STAGE_3, False, True),
     "zero_optimization.reduce_bucket_size": (_STAGE_2, 1e6, 1e7),

@@ -19,11 +19,12 @@ from zerofx import ZeroConfig
 from zerofx.errors import ConfigError, MissingPackageError, ShardingError, UnsupportedError
 
 
-def test_trains_as_over_ddp() -> None:
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, (0, 1, 3)), (4, (3,))])
+def test_trains_as_over_ddp(num_ranks: int, stages: tuple[int, ...]) -> None:
     """Accumulation, clipping, schedule and metrics; the prepared model is the model itself."""
-    wanted = run_ranks(2, trained, None, gradient_accumulation_steps=2, timeout=200)
-    for stage in (0, 1, 3):
-        found = run_ranks(2, trained, stage, gradient_accumulation_steps=2, timeout=200)
+    wanted = run_ranks(num_ranks, trained, None, gradient_accumulation_steps=2, timeout=200)
+    for stage in stages:
+        found = run_ranks(num_ranks, trained, stage, gradient_accumulation_steps=2, timeout=200)
         for got, want in zip(found, wanted, strict=True):
             assert got[0] == pytest.approx(want[0], rel=1e-5)
             for name, value in got[1].items():

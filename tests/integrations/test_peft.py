@@ -118,14 +118,16 @@ def saved(stage: int, folder: str) -> None:
     """Adapters go to disk and come back over a plain base; merged, they compute the same."""
     from zerofx.integrations import save_adapters
 
-    pair = Pair(adapted(), stage)
+    # Of four gradients, sums in another order round otherwise.
+    rtol = 0.0 if dist.get_world_size() == 2 else 1e-5
+    pair = Pair(adapted(), stage, rtol=rtol)
     pair.train(loss_of, 2)
     save_adapters(pair.run, folder)
     dist.barrier()
     torch.manual_seed(0)
     again = peft.PeftModel.from_pretrained(Base(), folder)
     for name, value in pair.plain.state_dict().items():
-        same(again.state_dict()[name], value, name)
+        same(again.state_dict()[name], value, name, rtol)
     merged = again.merge_and_unload()
     x = draw(4, WIDTH)
     with torch.no_grad():
@@ -136,9 +138,9 @@ def saved(stage: int, folder: str) -> None:
         save_adapters(Base(), folder)
 
 
-@pytest.mark.parametrize("stage", [3])
-def test_adapters_are_saved_and_merged(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, saved, stage, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_adapters_are_saved_and_merged(num_ranks: int, tmp_path: Path) -> None:
+    run_ranks(num_ranks, saved, 3, str(tmp_path), timeout=120)
 
 
 def merged_in_place(stage: int) -> None:

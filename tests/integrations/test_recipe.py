@@ -224,6 +224,7 @@ def test_an_overflow_skips_the_step_and_its_rate() -> None:
         "fp16.hysteresis": 1,
         "steps_per_print": 1,
         "wall_clock_breakdown": True,
+        "memory_breakdown": True,
         "dump_state": True,
     }
     for rank, result in enumerate(run_ranks(2, _train, 3, keys)):
@@ -232,6 +233,21 @@ def test_an_overflow_skips_the_step_and_its_rate() -> None:
         if rank == 0:
             assert result["lines"][0].startswith("key ")
             assert "skipped=1" in result["lines"][-1] and "forward=" in result["lines"][-1]
+            assert "peak=" in result["lines"][-1]
+
+
+def test_a_parameter_without_gradient_is_an_error_if_the_file_says_so() -> None:
+    for allowed in (True, False):
+        key = {"zero_optimization.ignore_unused_parameters": allowed, "optimizer.type": "SGD"}
+        recipe = _recipe(key, world_size=1)
+        used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        optimizer, scaler = recipe.make_optimizer([used, unused]), recipe.make_scaler("cpu")
+        used.sum().backward()
+        if allowed:
+            assert recipe.step(optimizer, scaler)
+            continue
+        with pytest.raises(ConfigError, match=r"ignore_unused_parameters: false\n  - of shape"):
+            recipe.step(optimizer, scaler)
 
 
 def _saves(folder: str, allowed: bool) -> str:

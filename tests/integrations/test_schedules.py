@@ -50,6 +50,17 @@ def test_a_schedule_goes_on_where_it_was_saved(tmp_path: Any) -> None:
     assert resumed.get_last_lr() == pytest.approx(recorded["lrs"][10])
 
 
+def test_a_schedule_goes_on_from_a_step() -> None:
+    recorded = RECORDED[5]
+    optimizer = two_groups()
+    before = [group["lr"] for group in optimizer.param_groups]
+    schedule = Schedule(optimizer, SHAPES[recorded["type"]](**recorded["params"]), 8)
+    assert [group["lr"] for group in optimizer.param_groups] == before == schedule.get_last_lr()
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == pytest.approx(recorded["lrs"][10])
+
+
 def test_what_does_not_fit_the_optimizer_is_refused() -> None:
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ConfigError, match="betas, which SGD has not"):

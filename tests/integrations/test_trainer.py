@@ -174,9 +174,9 @@ def test_trains_as_over_ddp(tmp_path: Path) -> None:
                 torch.testing.assert_close(value, want[3][name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_resumes_bitwise(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, resumed, stage, str(tmp_path / "run"), timeout=200)
+@pytest.mark.parametrize(("stage", "num_ranks"), [(1, 2), (3, 4)])
+def test_resumes_bitwise(stage: int, num_ranks: int, tmp_path: Path) -> None:
+    run_ranks(num_ranks, resumed, stage, str(tmp_path / "run"), timeout=200)
 
 
 def keeps_best(folder: str) -> None:
@@ -228,6 +228,27 @@ def follows_a_file(folder: str) -> None:
 
 def test_a_file_of_deepspeed_gives_optimizer_and_schedule(tmp_path: Path) -> None:
     run_ranks(2, follows_a_file, str(tmp_path), timeout=200)
+
+
+def scales_losses(folder: str) -> None:
+    scaling = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    asked = zerofx.from_deepspeed({**FILE, "fp16": scaling}, inner="eager", min_shard_numel=8)
+    arguments = {"max_steps": 3, "save_steps": 2, "zero": asked}
+    trainer = trainer_of(2, folder, **arguments)
+    trainer.train()
+    scaler = trainer.accelerator.scaler
+    assert isinstance(scaler, zerofx.GradScaler) and scaler.get_scale() == 2**5
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    assert all(0 < norm < 100 for norm in norms), "of unscaled gradients"
+    again = trainer_of(2, folder, **arguments)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert again.accelerator.scaler.state_dict() == scaler.state_dict()
+    for one, other in zip(trainer.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(full(one), full(other))
+
+
+def test_a_file_of_deepspeed_scales_losses(tmp_path: Path) -> None:
+    run_ranks(2, scales_losses, str(tmp_path), timeout=200)
 
 
 def refuses(folder: str) -> None:

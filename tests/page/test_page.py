@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from tests.page.browser import Tab
+from tests.page.dumps import dump_gpt
+from zerofx.frontend.rehearsal import Rehearsal
 
 ORANGE = {"light": (0xE6, 0x9F, 0x00), "dark": (0xEE, 0xB0, 0x2C)}
 PAPER = {"light": (0xF5, 0xF6, 0xF8), "dark": (0x0F, 0x12, 0x16)}
@@ -176,3 +178,21 @@ def test_passes_show_their_diffs(tab: Tab, pages: dict[int, Path]) -> None:
     added = [line for line in next(diff).read_text().splitlines() if re.match(r"\+(?!\+\+)", line)]
     assert _count(tab, "details[open] pre .added") == len(added)
     assert added[0] in _text(tab, "details[open] pre")
+
+
+def test_codes_and_both_hops_are_shown(tab: Tab, gpt: Rehearsal, tmp_path: Path) -> None:
+    codes = {"quantize_weights": "int8x64", "quantize_gradients": ("int8x64", "int4x64")}
+    dump_gpt(tmp_path, gpt, ranks_per_node=2, bucket_bytes=0, **codes)
+    tab.open(tmp_path / "report.html")
+    assert tab.errors == []
+    text = _text(tab, "#bucket-table")
+    (forward, backward) = json.loads((tmp_path / "graph0" / "report.json").read_text())["programs"]
+    for each in forward["collectives"] + backward["collectives"]:
+        if not each["scale_bytes"] or not each["seconds"]:
+            continue
+        sizes = (each["scale_bytes"], each["across_nodes_bytes"])
+        scales, across = (tab.run(f"bytes({size})") for size in sizes)
+        assert (
+            f"{each['wire_dtype']}, scales {scales}" in text and f"{across} between nodes" in text
+        )
+    assert "int8x64 → int4x64" in text and "float32" in text

@@ -2,5 +2,5 @@
 
 Stands on top of all other folders. A subcommand is a file with `COMMAND`, listed in `main`.
 Modules: main, command, progress, completion, units, targets, machine, plan, plan_text,
-explain, diff, report, checkpoint, bench.
+plan_wire, explain, diff, report, checkpoint, bench.
 """

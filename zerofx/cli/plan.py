@@ -23,7 +23,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", help="package.module:factory(key=value), a config.json, or llama(key=value)")
     add("--ranks-per-node", type=int, metavar="L", help="neighbours that share a node (all)")
-    add("--secondary-shards", action="store_true", help="at stage 3: hpZ, a copy inside each node")
+    add(
+        "--secondary-shards",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="codes",
+        help="at stage 3: hpZ, a copy inside each node; =codes: of what gathers sent",
+    )
+    add("--quantize", choices=("auto",), help="send codes where the link makes that pay")
+    add("--quantize-weights", metavar="CODEC", help="at stage 3: gathers send codes, as int8x256")
+    add("--quantize-gradients", metavar="CODEC", help="reductions send codes; two hops: int8,int4")
+    add("--quantize-exact", action="append", metavar="PATTERN", help="what does not; repeatable")
     add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
     add("--length", type=int, default=2048, metavar="S", help="S in --input (2048)")
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
@@ -38,14 +49,11 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     check_range("--batch", args.batch, _MOST_BATCH)
     target = find_target(args.target, args.input)
     precision = _PRECISIONS[args.precision]
+    config = _config(args)
     planner = Planner(
         build=target.build,
         inputs=target.inputs,
-        config=ZeroConfig(
-            dump="",
-            ranks_per_node=args.ranks_per_node,
-            secondary_shards=args.secondary_shards,
-        ),
+        config=config,
         machine=machine_of(args),
         precision=precision,
         num_ranks=num_ranks,
@@ -55,12 +63,26 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         say=progress.step,
     )
     plan = planner.plan(tuple(sorted(set(args.stage or (0, 1, 2, 3)))))
-    secondary = args.ranks_per_node if args.secondary_shards else 0
     asked = Question(
-        target.text, num_ranks, args.batch, args.length, args.memory, precision, secondary
+        target.text, num_ranks, args.batch, args.length, args.memory, precision, config
     )
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
+
+
+def _config(args: argparse.Namespace) -> ZeroConfig:
+    """The options that flags name; they bear the same names."""
+    given = (args.quantize_gradients or "").split(",")
+    more = {} if args.quantize_exact is None else {"quantize_exact": tuple(args.quantize_exact)}
+    return ZeroConfig(
+        dump="",
+        ranks_per_node=args.ranks_per_node,
+        secondary_shards=args.secondary_shards,
+        quantize=args.quantize,
+        quantize_weights=args.quantize_weights,
+        quantize_gradients=tuple(given) if len(given) > 1 else args.quantize_gradients,
+        **more,
+    )
 
 
 COMMAND = Command("plan", "what a model holds, sends and takes at each stage", configure, run)

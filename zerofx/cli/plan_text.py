@@ -9,8 +9,10 @@ import sympy
 from rich.console import RenderableType
 from rich.table import Table
 
+from zerofx.cli.plan_wire import Rates, wire_data, wire_text
 from zerofx.cli.units import show_bytes, show_count, show_seconds
-from zerofx.cost.memory import Precision, formula, wire_formula
+from zerofx.config import ZeroConfig
+from zerofx.cost.memory import Precision
 from zerofx.frontend.planner import Plan, StagePlan
 
 B: Any = sympy.Symbol("B", positive=True)
@@ -28,7 +30,7 @@ class Question:
         length: S.
         memory_bytes: of a device; `None` if nobody asks whether it fits.
         precision: of parameters and optimizer.
-        secondary: ranks of a node, if they keep secondary shards; else 0.
+        config: the options but for the stage.
     """
 
     target: str
@@ -37,7 +39,7 @@ class Question:
     length: int
     memory_bytes: int | None
     precision: Precision
-    secondary: int = 0
+    config: ZeroConfig
 
 
 def best_stage(plan: Plan, asked: Question) -> int | None:
@@ -78,6 +80,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     ]
     if _several_nodes(plan):
         notes.append("Across is what leaves a rank's node, if messages take two hops.")
+    notes += [text] if (text := wire_text(plan.stages)) else []
     if plan.traced:
         few, more = plan.traced
         notes.append(
@@ -96,7 +99,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
 def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
     peak = plan.forecast.peak(asked.batch)
     fixed, slope = plan.forecast.activations(asked.batch)
-    states = formula(plan.stage, asked.precision, asked.secondary)
+    states = Rates.of(plan, asked.config, asked.precision).states()
     out: dict[str, Any] = {
         "peak_bytes": peak.total,
         **dataclasses.asdict(peak),
@@ -104,6 +107,8 @@ def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
         "states_formula": str(states.total),
         "sent_bytes": plan.sent_bytes,
         "across_nodes_bytes": plan.across_bytes,
+        "wire": wire_data(plan),
+        "auto": {name: dataclasses.asdict(each) for name, each in plan.weighed.items()},
         "step_seconds": plan.times.step,
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(plan.times).items()},
     }
@@ -140,10 +145,11 @@ def _several_nodes(plan: Plan) -> bool:
 def _formulas(plan: Plan, asked: Question) -> str:
     lines = ["bytes in Ψ, W and the batch size B:"]
     for stage, each in sorted(plan.stages.items()):
-        states = formula(stage, asked.precision, asked.secondary)
+        rates = Rates.of(each, asked.config, asked.precision)
+        states = rates.states()
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"
-        sent = sympy.factor(wire_formula(stage, asked.precision))
+        sent = sympy.factor(rates.sent())
         total = sympy.expand(states.total)
         lines.append(f"  zero{stage}  states {total}, activations {linear}, sent {sent}")
     return "\n".join(lines)

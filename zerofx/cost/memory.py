@@ -71,16 +71,22 @@ class States:
         return self.params + self.grads + self.optimizer
 
 
-def formula(stage: int, precision: Precision, per_node: int = 0) -> States:
+def formula(stage: int, precision: Precision, per_node: int = 0, copy_bytes: Any = None) -> States:
     """Model states in Ψ and W, without padding.
 
     Stage 1 holds all full gradients until backward ends, which is what the paper counts. At stage 3
     secondary shards, if the `per_node` ranks of a node keep any, count as values.
+
+    Args:
+        stage: ZeRO stage.
+        precision: of parameters and optimizer.
+        per_node: ranks of a node that keep secondary shards; 0: there are none.
+        copy_bytes: of a number in those; by default a value's.
     """
-    share = PSI / W
-    secondary = PSI / per_node if per_node and stage == 3 else 0
+    share, copied = PSI / W, precision.param if copy_bytes is None else copy_bytes
+    secondary = copied * PSI / per_node if per_node and stage == 3 else 0
     return States(
-        precision.param * (share + secondary if stage > 2 else PSI),
+        precision.param * share + secondary if stage > 2 else precision.param * PSI,
         precision.grad * (share if stage > 1 else PSI),
         precision.optimizer * (share if stage > 0 else PSI),
     )
@@ -115,7 +121,33 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
     return States(params, grads, optimizer)
 
 
-def wire_formula(stage: int, precision: Precision) -> Any:
-    """Bytes that a rank sends per step, in Ψ and W (ZeRO §7): 2Ψ, and 3Ψ at stage 3."""
-    times = 3 if stage == 3 else 2
-    return times * precision.param * PSI * (W - 1) / W
+def wire_formula(
+    stage: int,
+    precision: Precision,
+    gather: Any = None,
+    reduce: tuple[Any, Any] | None = None,
+    per_node: int = 0,
+    copy_bytes: Any = None,
+) -> Any:
+    """Bytes that a rank sends per step, in Ψ and W (ZeRO §7): 2Ψ, and 3Ψ at stage 3.
+
+    Args:
+        stage: ZeRO stage.
+        precision: of parameters and optimizer.
+        gather: bytes of a number in a gather of stage 3; by default a value's.
+        reduce: bytes of a number in the two hops of a reduction; by default a gradient's.
+        per_node: ranks of a node.
+        copy_bytes: of a number in the secondary shards that backward gathers inside the node;
+            `None`: it gathers over all ranks.
+    """
+    everywhere, value = PSI * (W - 1) / W, precision.param
+    gathered = value * everywhere
+    if stage == 3:
+        forward = (value if gather is None else gather) * everywhere
+        inside = PSI * sympy.Rational(per_node - 1, per_node) if per_node else everywhere
+        gathered = forward + (forward if copy_bytes is None else copy_bytes * inside)
+    first, last = reduce or (value, value)
+    if first == last or not per_node:
+        return gathered + first * everywhere
+    across = PSI * (sympy.Rational(1, per_node) - 1 / W)
+    return gathered + first * (everywhere - across) + last * across

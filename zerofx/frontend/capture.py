@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -149,7 +150,8 @@ class Capture:
         if self.config.quantize != "auto" or self._journal is None:
             return
         read = {facts(node).param for each in programs for node in each.calls(UNSHARD)}
-        question = f"quantize {programs[0].region.value} {sorted(read)}"
+        about = hashlib.sha256("\n".join(sorted(read)).encode()).hexdigest()
+        question = f"quantize/{programs[0].region.value}/{about}"
         machine, fused = self._setting.machine, self._setting.fused
 
         def decide() -> str:

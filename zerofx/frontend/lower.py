@@ -10,6 +10,7 @@ from torch import fx
 from zerofx.errors import PassError
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.measure import Stopwatch
+from zerofx.frontend.places import Places
 from zerofx.frontend.quantize import MakeKernel, gathering, reducing
 from zerofx.frontend.segments import Segment, split
 from zerofx.ir.facts import facts
@@ -72,6 +73,7 @@ def lower(
             number[node] = len(number)
     last = _last_readers(program, pieces)
     backward = program.region is Region.BACKWARD
+    places = Places(program)
     steps: list[Step] = []
     for index, piece in enumerate(pieces):
         read, made = _read_by(piece), _made_by(piece)
@@ -88,6 +90,7 @@ def lower(
                 outputs=tuple(number[node] for node in made),
                 drops=tuple(number[n] for n in (*read, *made) if last.get(n, -1) == index),
                 many=isinstance(piece, Segment),
+                place=places(piece, index),
             )
         )
     outputs = [Register(number[v]) if isinstance(v, fx.Node) else v for v in program.outputs]

@@ -25,7 +25,7 @@ from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision, states
 from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
-from zerofx.frontend.views import Times, View, grow, look
+from zerofx.frontend.views import Times, Traffic, View, grow, look
 from zerofx.frontend.weigh import Weighing
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import MOST_BYTES, default_target
@@ -51,17 +51,25 @@ class StagePlan:
         stage: ZeRO stage.
         forecast: memory as a function of the batch size.
         times: of a step with the batch size that was asked for.
-        sent_bytes: that a rank sends per step.
-        across_bytes: those of them that leave its node.
+        traffic: what a rank sends per step.
         weighed: whether codes pay, if that was left open.
     """
 
     stage: int
     forecast: Forecast
     times: Times
-    sent_bytes: int
-    across_bytes: int
+    traffic: Traffic
     weighed: Weighing
+
+    @property
+    def sent_bytes(self) -> int:
+        """That a rank sends per step."""
+        return round(sum(sent for sent, _, _ in self.traffic.values()))
+
+    @property
+    def across_bytes(self) -> int:
+        """Those of them that leave its node."""
+        return round(sum(across for _, _, across in self.traffic.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +140,8 @@ class Planner:
             blocks = None  # its blocks are not alike after all
             views = self._views(params, stages, None, weighed)
         plans = {
-            stage: dataclasses.replace(
-                self._stage_plan(stage, views[stage], params, buffers, grown=bool(blocks)),
-                weighed=weighed[stage],
+            stage: self._stage_plan(
+                stage, views[stage], params, buffers, weighed[stage], grown=bool(blocks)
             )
             for stage in stages
         }
@@ -208,20 +215,28 @@ class Planner:
         return dataclasses.replace(self.config, bucket_bytes=default_target(whole))
 
     def _stage_plan(
-        self, stage: int, view: View, params: Iterable[ParamSpec], buffers: int, *, grown: bool
+        self,
+        stage: int,
+        view: View,
+        params: Iterable[ParamSpec],
+        buffers: int,
+        weighed: Weighing,
+        *,
+        grown: bool,
     ) -> StagePlan:
         config = at_stage(self.config, stage)
-        laid = lay_out(params, config, self.num_ranks)
+        unsure = weighed.get(QuantizeUnshards.name)
+        coded = unsure is None or unsure.pays
+        laid = lay_out(params, config, self.num_ranks, codes_are_kept=coded)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
-        resident = dataclasses.replace(resident, codes=kept_codes(laid, config))
+        resident = dataclasses.replace(resident, codes=kept_codes(laid, config, weighed))
         if grown and stage > 1:
             # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
             resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         update = update_seconds(laid, resident, self.machine.roofline)
         times = dataclasses.replace(view.times, update=update)
-        sent, across = round(view.sent_bytes), round(view.across_bytes)
-        return StagePlan(stage, forecast, times, sent, across, {})
+        return StagePlan(stage, forecast, times, view.traffic, weighed)
 
 
 def resident_of(
@@ -242,10 +257,11 @@ def resident_of(
     return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
 
 
-def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig) -> int:
+def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
     """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
-    passes = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
-    return sum(each.kept_bytes(spec) for each in passes for spec in laid)
+    coding = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
+    sent = [each for each in coding if each.name not in weighed or weighed[each.name].pays]
+    return sum(each.kept_bytes(spec) for each in sent for spec in laid)
 
 
 def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:

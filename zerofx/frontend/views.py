@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -11,13 +12,21 @@ from zerofx.cost.compute import Kernels
 from zerofx.cost.lines import Line, deepen, line_through
 from zerofx.cost.liveness import Curve, Held, Transport, held_after, live_bytes
 from zerofx.cost.machine import Machine, already_whole
+from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START
+from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START, is_call
 from zerofx.ir.program import Program
 from zerofx.sim.timeline import Timeline, simulate
 
 Programs = tuple[Program, Program]
 """Forward and backward."""
+
+_NOTHING = (0.0, 0.0, 0.0)
+
+
+Traffic = Mapping[tuple[str, str, str], tuple[float, float, float]]
+"""By region, `gather` or `reduce`, and what is on the wire: bytes that a rank sends in a step; of
+these, the scales of codes; and those that leave its node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +58,14 @@ class View:
         backward: of the backward program.
         lasting: inputs and results of the model: bytes at batch size 0, and per sample.
         times: at the batch size that was asked for.
-        sent_bytes: that a rank sends per step.
-        across_bytes: those of them that leave its node.
+        traffic: what a rank sends per step.
     """
 
     forward: Line
     backward: Line
     lasting: tuple[float, float]
     times: Times
-    sent_bytes: float
-    across_bytes: float
+    traffic: Traffic
 
 
 def look(
@@ -92,7 +99,7 @@ def look(
         line_through(backward, batch, backward2, batch + 1),
         (lasting - batch * slope, slope),
         times,
-        *sent_bytes(one),
+        traffic(one),
     )
 
 
@@ -118,25 +125,39 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
             grown(few.times.compute, more.times.compute),
             grown(few.times.exposed, more.times.exposed),
         ),
-        grown(few.sent_bytes, more.sent_bytes),
-        grown(few.across_bytes, more.across_bytes),
+        {
+            key: (grown(one[0], two[0]), grown(one[1], two[1]), grown(one[2], two[2]))
+            for key in {**few.traffic, **more.traffic}
+            for one, two in [(few.traffic.get(key, _NOTHING), more.traffic.get(key, _NOTHING))]
+        },
     )
 
 
 def sent_bytes(programs: Programs) -> tuple[int, int]:
-    """Bytes that a rank sends in a step, and those of them that leave its node.
+    """Bytes that a rank sends in a step, and those of them that leave its node."""
+    sent = traffic(programs).values()
+    return round(sum(total for total, _, _ in sent)), round(sum(across for _, _, across in sent))
+
+
+def traffic(programs: Programs) -> Traffic:
+    """What a rank sends in a step.
 
     Gathers, and reductions; kept values are not sent again.
     A resident copy is gathered once a step, although forward and backward both ask for it.
     """
     already = gathered_before(programs)
-    sent = [
-        (facts(start).wire_bytes, program.bytes_across_nodes(start))
-        for program in programs
-        for start in program.calls(UNSHARD_START, REDUCE_START)
-        if start not in already
-    ]
-    return sum(total for total, _ in sent), sum(across for _, across in sent)
+    found: dict[tuple[str, str, str], tuple[float, float, float]] = {}
+    for program in programs:
+        for start in program.calls(UNSHARD_START, REDUCE_START):
+            record = facts(start)
+            if start in already or not record.wire_bytes:
+                continue
+            kind = "reduce" if is_call(start, REDUCE_START) else "gather"
+            key = (program.region.value, kind, wire_dtype(program, start))
+            sizes = (record.wire_bytes, record.scale_bytes, program.bytes_across_nodes(start))
+            before = found.get(key, _NOTHING)
+            found[key] = (before[0] + sizes[0], before[1] + sizes[1], before[2] + sizes[2])
+    return found
 
 
 def gathered_before(programs: Programs) -> set[fx.Node]:

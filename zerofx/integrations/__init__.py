@@ -1,7 +1,7 @@
-"""Programs of other libraries: loops and adapters of Hugging Face; files of DeepSpeed.
+"""Programs of other libraries: loops and adapters of Hugging Face; Lightning; files of DeepSpeed.
 
-Hugging Face's packages are optional (`pip install 'zerofx[hf]'`), and imported when a name is asked
-for. Modules: accelerator, trainer, adapters, recipe. Packages: deepspeed.
+The libraries are optional (`pip install 'zerofx[hf]'`, `'zerofx[lightning]'`), and imported when a
+name is asked for. Modules: accelerator, trainer, adapters, recipe, lightning. Packages: deepspeed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from zerofx.errors import MissingPackageError
 if TYPE_CHECKING:
     from zerofx.integrations.accelerator import Accelerator
     from zerofx.integrations.adapters import save_adapters
+    from zerofx.integrations.lightning import ZeroStrategy
     from zerofx.integrations.recipe import auto_values
     from zerofx.integrations.trainer import Trainer, TrainerMixin
 
-__all__ = ["Accelerator", "Trainer", "TrainerMixin", "auto_values", "save_adapters"]
+__all__ = ["Accelerator", "Trainer", "TrainerMixin", "ZeroStrategy", "auto_values", "save_adapters"]
 
 _HOMES = {
     "Accelerator": ("accelerator", ("accelerate",)),
     "Trainer": ("trainer", ("accelerate", "transformers")),
     "TrainerMixin": ("trainer", ("accelerate", "transformers")),
+    "ZeroStrategy": ("lightning", ("lightning",)),
     "auto_values": ("recipe", ()),
     "save_adapters": ("adapters", ("peft",)),
 }
@@ -35,8 +37,9 @@ def __getattr__(name: str) -> Any:
     module, packages = _HOMES[name]
     for package in packages:
         if importlib.util.find_spec(package) is None:
+            extra = package if package == "lightning" else "hf"
             raise MissingPackageError(
                 f"zerofx.integrations.{name} needs the package {package}, which is not installed",
-                "pip install 'zerofx[hf]'",
+                f"pip install 'zerofx[{extra}]'",
             )
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

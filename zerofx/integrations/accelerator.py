@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,8 @@ class Accelerator(accelerate.Accelerator):
         zero: stage and options of every prepared model; by default stage 3, or those of a model
             that is sharded already.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
+        scaler: scales losses, as `zerofx.GradScaler` does; by default Accelerate's own, if
+            `mixed_precision` is `fp16`.
         kwargs: those of `accelerate.Accelerator`.
 
     Raises:
@@ -46,9 +49,11 @@ class Accelerator(accelerate.Accelerator):
         zero: ZeroConfig | None = None,
         *,
         compile_kwargs: Mapping[str, Any] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.scaler: Any = scaler or self.scaler
         self._zero = zero
         self._compile_kwargs = dict(compile_kwargs or {})
         self._refuse_rivals()
@@ -92,6 +97,14 @@ class Accelerator(accelerate.Accelerator):
         """Accumulate without exchanging gradients, where that saves bytes; see `zerofx.no_sync`."""
         with zerofx.no_sync(model):
             yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo the scale in the gradients of one optimizer, of several, or of all prepared ones."""
+        if self.scaler is None:
+            return
+        given = self._optimizers if optimizer is None else optimizer
+        for each in given if isinstance(given, (list, tuple)) else (given,):
+            self.scaler.unscale_(each.optimizer if hasattr(each, "optimizer") else each)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: int = 2

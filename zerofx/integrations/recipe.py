@@ -23,6 +23,7 @@ def auto_values(args: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
+        "dataloader_drop_last": args.dataloader_drop_last,
         "optimizer.params.lr": args.learning_rate,
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
         "optimizer.params.eps": args.adam_epsilon,
@@ -39,9 +40,10 @@ def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
     """The options of the file, once its sizes are seen to be those of the arguments.
 
     Raises:
-        ConfigError: they are not, or the file scales losses or casts by autocast, which the
-            arguments do; names the keys.
+        ConfigError: they are not, or the file casts by autocast, which the arguments do; names the
+            keys.
     """
+    drops_last = args.dataloader_drop_last
     pairs = {
         "train_micro_batch_size_per_gpu": (recipe.batch.micro, args.per_device_train_batch_size),
         "gradient_accumulation_steps": (
@@ -49,8 +51,8 @@ def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
             args.gradient_accumulation_steps,
         ),
         "gradient_clipping": (recipe.gradient_clipping, args.max_grad_norm),
-        "fp16 (loss scaling)": (recipe.scaling.enabled, False),
         "torch_autocast": (recipe.autocast_dtype, None),
+        "dataloader_drop_last": (drops_last or recipe.drop_last, drops_last),
     }
     against = [
         f"{key}: {file} in the file, {wanted} for the trainer"
@@ -60,8 +62,8 @@ def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
     if against:
         raise ConfigError(
             "the file contradicts the trainer's arguments",
-            'write "auto" in the file and pass from_deepspeed(path, auto=auto_values(args)); use '
-            "bf16 in the file, or fp16 in TrainingArguments alone",
+            'write "auto" in the file and pass from_deepspeed(path, auto=auto_values(args)); say '
+            "bf16 or fp16 in the file instead of autocast",
             against,
         )
     return dataclasses.replace(recipe.config, accumulate=1)  # the trainer counts

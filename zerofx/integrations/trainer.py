@@ -36,7 +36,7 @@ class TrainerMixin(_Base):
 
     Args:
         zero: stage and options, stage 3 by default; or what `zerofx.from_deepspeed` returns, whose
-            optimizer and schedule are used if its file names them.
+            optimizer, schedule and loss scaling are used if its file names them.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
         args, kwargs: those of the trainer.
 
@@ -60,10 +60,17 @@ class TrainerMixin(_Base):
         """Put zerofx's accelerator in the place of the one that transformers makes."""
         _refuse_rivals(self.args)
         super().create_accelerator_and_postprocess()
+        scaler = None
         if self._recipe is not None:
             self._zero = agreed_config(self._recipe, self.args)
-        arguments = self._accelerator_arguments
-        self.accelerator = Accelerator(self._zero, compile_kwargs=self._compile_kwargs, **arguments)
+            if self._recipe.scaling.enabled:
+                scaler = self._recipe.make_scaler(self.args.device.type)
+        self.accelerator = Accelerator(
+            self._zero,
+            compile_kwargs=self._compile_kwargs,
+            scaler=scaler,
+            **self._accelerator_arguments,
+        )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics,
             use_gather_object=self.args.eval_use_gather_object,

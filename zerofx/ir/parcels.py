@@ -14,8 +14,10 @@ starts at a multiple of 16 bytes.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import re
+from collections.abc import Sequence
 from typing import Literal, cast, get_args
 
 import torch
@@ -29,6 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What tensors may hold; the arithmetic is fp32 for all."""
 
 MIN_BLOCK, MAX_BLOCK = 32, 2048
+_BLOCKS = tuple(1 << power for power in range(5, 12))
 _SLOTS = 4
 """Scales of four blocks take 16 bytes, which is what one thread moves at a time."""
 
@@ -61,12 +64,14 @@ class Codec:
         if self.code not in get_args(Code) or self.rounding not in get_args(Rounding):
             raise ConfigError(
                 f"codec {self.code!r} with rounding {self.rounding!r} does not exist",
-                'codes are "int8", "int4" and "fp8", roundings "nearest" and "stochastic"',
+                _nearest(self.code, get_args(Code))
+                + 'codes are "int8", "int4" and "fp8", roundings "nearest" and "stochastic"',
             )
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
+            near = min(_BLOCKS, key=lambda size: abs(size - self.block))
             raise ConfigError(
                 f"blocks of {self.block} numbers are not possible",
-                f"use a power of two from {MIN_BLOCK} to {MAX_BLOCK}",
+                f"use a power of two from {MIN_BLOCK} to {MAX_BLOCK}, such as {near}",
             )
         if self.code == "fp8" and not (self.symmetric and self.rounding == "nearest"):
             raise ConfigError(
@@ -87,10 +92,14 @@ class Codec:
         kinds = r"(\.asymmetric)?(\.stochastic)?(\.feedback)?"
         found = re.fullmatch(rf"(\w+?)(?:x(\d+))?{kinds}", text)
         if found is None:
+            ends = ("", ".asymmetric", ".stochastic", ".feedback")
+            sizes = ("", *(f"x{size}" for size in _BLOCKS))
+            names = list(map("".join, itertools.product(get_args(Code), sizes, ends)))
             raise ConfigError(
                 f"{text!r} is no codec",
-                'write "int8", "int4" or "fp8", then if need be "x128" for blocks of 128 numbers, '
-                '".asymmetric", ".stochastic", ".feedback", in this order',
+                _nearest(text, names)
+                + 'write "int8", "int4" or "fp8", then if need be "x128" for blocks of 128 '
+                'numbers, ".asymmetric", ".stochastic", ".feedback", in this order',
             )
         code, block, asymmetric, stochastic, feedback = found.groups()
         rounding: Rounding = "stochastic" if stochastic else "nearest"
@@ -143,6 +152,12 @@ class Codec:
     def parcel_bytes(self, num_blocks: int) -> int:
         """Bytes of a parcel of `num_blocks`; a sympy symbol gives the formula."""
         return num_blocks * self.block_bytes + self.scale_bytes(num_blocks)
+
+
+def _nearest(text: str, names: Sequence[str]) -> str:
+    """A hint at the name that `text` may have meant; empty if it is like none."""
+    near = difflib.get_close_matches(text.lower(), names, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def place(chunk: int, num_local: int, num_nodes: int) -> int:

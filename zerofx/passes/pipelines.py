@@ -66,7 +66,7 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
         _needs_stage(config, "quantize", 1)
     if config.weight_codec is not None:
         _needs_stage(config, "quantize_weights", 3)
-        codec = Codec.parse(config.weight_codec)
+        codec = _codec("quantize_weights", config.weight_codec)
         if codec.rounding != "nearest" or codec.feedback:
             raise ConfigError(
                 f"option quantize_weights={config.quantize_weights!r}: forward and backward would "
@@ -76,7 +76,7 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
         listed += (QuantizeUnshards(codec.name, exact),)
     if config.gradient_codecs is not None:
         _needs_stage(config, "quantize_gradients", 1)
-        inside, across = map(Codec.parse, config.gradient_codecs)
+        inside, across = (_codec("quantize_gradients", each) for each in config.gradient_codecs)
         if inside.block != across.block:
             raise ConfigError(
                 f"option quantize_gradients={config.quantize_gradients!r} has blocks of "
@@ -85,6 +85,13 @@ def _lossy(config: ZeroConfig) -> tuple[Pass, ...]:
             )
         listed += (QuantizeReduces(inside.name, across.name, exact),)
     return listed
+
+
+def _codec(option: str, text: str) -> Codec:
+    try:
+        return Codec.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"option {option}: {error.problem}", error.remedy) from None
 
 
 def _needs_stage(config: ZeroConfig, option: str, least: Stage) -> None:

@@ -33,7 +33,7 @@ class BufferPool:
             value = torch.empty(0, dtype=dtype, device=device)
             value.set_(storage, 0, (numel,), (1,))
         self._used[storage.data_ptr()] = storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, sum(self._used.values()))
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes())
         self._trim()
         return value
 
@@ -42,6 +42,15 @@ class BufferPool:
         storage = value.untyped_storage()
         if self._used.pop(storage.data_ptr(), None) is not None:
             self._idle.append(storage)
+
+    def used_bytes(self) -> int:
+        """Bytes of slots that are in use."""
+        return sum(self._used.values())
+
+    def abandon(self) -> None:
+        """A program stopped midway and will give nothing back; idle slots go, too."""
+        self._used.clear()
+        self._idle.clear()
 
     def _reuse(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage | None:
         fits = [
@@ -56,7 +65,7 @@ class BufferPool:
         return best
 
     def _trim(self) -> None:
-        held = sum(self._used.values()) + sum(slot.nbytes() for slot in self._idle)
+        held = self.used_bytes() + sum(slot.nbytes() for slot in self._idle)
         while self._idle and held > self.peak_bytes:
             held -= self._idle.pop(0).nbytes()
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from zerofx.runtime.pending import Pending
+from zerofx.runtime.place import Place
+
 
 @dataclasses.dataclass(frozen=True)
 class Register:
@@ -30,6 +33,7 @@ class Step:
         outputs: registers that it writes.
         drops: registers whose last reader it is.
         many: whether it returns a sequence.
+        place: what to say if it fails.
     """
 
     run: Callable[[list[Any]], Any]
@@ -37,6 +41,7 @@ class Step:
     outputs: tuple[int, ...]
     drops: tuple[int, ...]
     many: bool
+    place: Place | None = None
 
 
 class Executable:
@@ -75,18 +80,27 @@ class Executable:
             registers[number] = None
         with torch.no_grad():
             for step in self._steps:
-                arguments = [registers[number] for number in step.inputs]
-                for number in step.drops:
-                    registers[number] = None
-                result = step.run(arguments)
-                if not step.many:
-                    if step.outputs:
-                        registers[step.outputs[0]] = result
-                    continue
-                for number, value in zip(step.outputs, result, strict=True):
-                    registers[number] = value
-                del result
+                try:
+                    _run(step, registers)
+                except RuntimeError as error:
+                    flying = [value for value in registers if isinstance(value, Pending)]
+                    registers.clear()  # who handles the error may want the memory
+                    if step.place is None:
+                        raise
+                    step.place.explain(error, flying)
         return tuple(
             registers[value.number] if isinstance(value, Register) else value
             for value in self._outputs
         )
+
+
+def _run(step: Step, registers: list[Any]) -> None:
+    arguments = [registers[number] for number in step.inputs]
+    for number in step.drops:
+        registers[number] = None
+    result = step.run(arguments)
+    if step.many:
+        for number, value in zip(step.outputs, result, strict=True):
+            registers[number] = value
+    elif step.outputs:
+        registers[step.outputs[0]] = result

@@ -41,6 +41,11 @@ def domain_of(handle: int) -> Domain:
         ) from None
 
 
+def find_domain(handle: int) -> Domain | None:
+    """The domain behind `handle`, while it lives."""
+    return _domains.get(handle)
+
+
 def live_domains() -> list[Domain]:
     """All domains that are alive, oldest first."""
     return [_domains[handle] for handle in sorted(_domains) if handle in _domains]

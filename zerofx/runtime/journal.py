@@ -10,20 +10,23 @@ once a step, one step late.
 from __future__ import annotations
 
 import collections
-import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from zerofx.errors import DivergedError
+from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
+from zerofx.runtime.differences import diff, first_difference, in_order
+from zerofx.runtime.roll_call import RollCall
 
 _KEPT = 4096
 _SLOTS = 4
 _ANSWER_SECONDS = 10.0
+_SETTLE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
 _RANK_REMEDY = (
     "every rank must run the same modules in the same order; look for control flow that depends "
     "on the rank or on its data"
@@ -32,6 +35,9 @@ _RANK_REMEDY = (
 
 class Journal:
     """Collectives of one sharded model on this rank. Threads may share it.
+
+    Attributes:
+        roll_call: how ranks ask for each other's journals.
 
     Args:
         key: prefix in the store, the same on all ranks.
@@ -61,19 +67,51 @@ class Journal:
         self._decided: dict[str, str] = {}
         self._steps: collections.deque[str] = collections.deque(maxlen=2)
         self._num_steps = 0
-        self._questions = 0
-        self._answered = b""
+        self._drops = 0
+        self._closed: ZeroFxError | None = None
+        self._question = 0
+        self.roll_call = RollCall(f"{key}/hang", store, rank, num_ranks)
         suspects = f", the model's or that of the added passes {', '.join(passes)}"
         self._remedy = _RANK_REMEDY + (suspects if passes else "")
 
     def record(self, kind: str, name: str) -> int:
-        """Note a collective; returns the tag for its messages (31 bits)."""
+        """Note a collective; returns the tag for its messages (31 bits).
+
+        Raises:
+            ZeroFxError: the journal was closed.
+        """
+        if self._closed is not None:
+            raise self._closed
         entry = f"{kind} of {name}"
         with self._lock:
             self._recent.append(entry)
             self._count += 1
             self._checksum = zlib.crc32(entry.encode(), self._checksum)
             return self._checksum & 0x7FFFFFFF
+
+    def close(self, error: ZeroFxError) -> None:
+        """This rank is out of step: `error` takes the place of every further collective."""
+        self._closed = error
+
+    def drop_step(self, where: str, seconds: float) -> list[int]:
+        """This rank drops a step midway; returns the ranks that do not, or elsewhere.
+
+        Args:
+            where: in the program.
+            seconds: how long to wait for them.
+        """
+        self._drops += 1
+        key = f"{self._key}/dropped{self._drops}"
+        with self._lock:
+            place = f"{self._count} {self._checksum} {where}"
+        self._store.set(f"{key}/{self._rank}", place)
+        others = [peer for peer in range(self._num_ranks) if peer != self._rank]
+        give_up = time.monotonic() + seconds
+        while others and time.monotonic() < give_up:
+            if self._store.check([f"{key}/{peer}" for peer in others]):
+                return [p for p in others if self._store.get(f"{key}/{p}").decode() != place]
+            time.sleep(_POLL_SECONDS)
+        return [peer for peer in others if not self._store.check([f"{key}/{peer}"])]
 
     def compare_plans(self, plan: str) -> None:
         """Publish `plan` and compare it with rank 0's; blocks until all ranks publish theirs.
@@ -97,7 +135,7 @@ class Journal:
         raise DivergedError(
             f"ranks 0 and {peer} shard different models",
             "build the same model, in the same order and with the same options, on every rank",
-            _diff(first.splitlines(), theirs.splitlines(), 0, peer),
+            diff(first.splitlines(), theirs.splitlines(), 0, peer),
         )
 
     def from_rank_zero(self, text: str) -> str:
@@ -154,21 +192,21 @@ class Journal:
             )
 
     def explain_hang(self) -> list[str]:
-        """Publish this journal, ask for the others, and compare with those that are there.
+        """Ask the other ranks for their journals, and compare with those that are there.
 
         Returns:
-            What to say of the ranks that issued fewer collectives: they are late, or stuck where
-            zerofx cannot see it.
+            What to say of the ranks that issued fewer collectives, or did not answer the last time
+            either: they are late, or stuck where zerofx cannot see it.
 
         Raises:
             DivergedError: another rank issued other collectives; the first differences are listed.
         """
-        mine = self._publish()
-        self._questions += 1
-        self._store.set(f"{self._key}/hang/asked", f"{self._rank} {self._questions}")
-        late = []
-        for peer, theirs in self._published():
-            difference = _first_difference(
+        before, self._question = self._question, self.roll_call.ask()
+        mine = self._answer()
+        silent = self.roll_call.silent(before) if before else ()
+        late = [f"rank {peer} does not answer" for peer in silent]
+        for peer, theirs in self.roll_call.answers():
+            difference = first_difference(
                 mine["recent"], mine["count"], theirs["recent"], theirs["count"]
             )
             if difference is not None:
@@ -177,7 +215,7 @@ class Journal:
                     f"ranks {self._rank} and {peer} issue different collectives from number "
                     f"{position} on",
                     self._remedy,
-                    _in_order(ours, other, self._rank, peer),
+                    in_order(ours, other, self._rank, peer),
                 )
             if theirs["count"] < mine["count"]:
                 behind = mine["count"] - theirs["count"]
@@ -193,17 +231,39 @@ class Journal:
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
             self.explain_hang()
-            time.sleep(0.05)
+            time.sleep(_POLL_SECONDS)
+
+    def explain_failure(self, seconds: float) -> None:
+        """A collective failed: compare journals, and call the roll for so many seconds at most.
+
+        Raises:
+            DivergedError: another rank issued other collectives.
+            RankGoneError: ranks did not answer; once all others know.
+        """
+        if self._num_ranks == 1:
+            return
+        start, question = time.monotonic(), self.roll_call.ask()
+        try:
+            self.explain_within(min(seconds, _SETTLE_SECONDS))
+            while silent := self.roll_call.silent(question):
+                self.roll_call.refuse_gone()
+                if time.monotonic() > start + seconds:
+                    self.roll_call.declare_gone(silent, seconds)
+                time.sleep(_POLL_SECONDS)
+            self.roll_call.refuse_gone()
+        except RankGoneError as error:
+            self.roll_call.wait_until_known(error.ranks, seconds)
+            raise
 
     def answer(self) -> None:
-        """Publish this journal if another rank asked for it since the last time."""
-        key = f"{self._key}/hang/asked"
-        if self._num_ranks == 1 or not self._store.check([key]):
-            return
-        question = self._store.get(key)
-        if question != self._answered:
-            self._answered = question
-            self._publish()
+        """Publish this journal if another rank asked for it since the last time.
+
+        Raises:
+            RankGoneError: another rank found that ranks are gone.
+        """
+        self.roll_call.refuse_gone()
+        if self.roll_call.is_asked():
+            self._answer()
 
     def last(self) -> str:
         """The collective issued last."""
@@ -219,47 +279,9 @@ class Journal:
         self._store.set(f"{key}/odd", str(odd))
         return odd
 
-    def _publish(self) -> dict[str, Any]:
+    def _answer(self) -> dict[str, Any]:
         last = self.last()
         with self._lock:
             record = {"count": self._count, "recent": list(self._recent), "last": last}
-        self._store.set(f"{self._key}/hang/{self._rank}", json.dumps(record))
+        self.roll_call.answer(record)
         return record
-
-    def _published(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for peer in range(self._num_ranks):
-            key = f"{self._key}/hang/{peer}"
-            if peer != self._rank and self._store.check([key]):
-                yield peer, json.loads(self._store.get(key).decode())
-
-
-def _first_difference(
-    mine: list[str], my_count: int, theirs: list[str], their_count: int
-) -> tuple[int, list[str], list[str]] | None:
-    """Position and what follows on both sides, up to five entries; `None` if one is a prefix."""
-    start = max(my_count - len(mine), their_count - len(theirs))
-    stop = min(my_count, their_count)
-    ours = mine[len(mine) - (my_count - start) :]
-    other = theirs[len(theirs) - (their_count - start) :]
-    for offset in range(stop - start):
-        if ours[offset] != other[offset]:
-            return start + offset, ours[offset : offset + 5], other[offset : offset + 5]
-    return None
-
-
-def _diff(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]:
-    ours_only = [line for line in mine if line not in theirs]
-    theirs_only = [line for line in theirs if line not in mine]
-    if not ours_only and not theirs_only:
-        # The same lines in another order.
-        pairs = enumerate(zip(mine, theirs, strict=False))
-        start = next((place for place, (one, other) in pairs if one != other), 0)
-        ours_only, theirs_only = mine[start:], theirs[start:]
-    return [f"rank {rank}: {line}" for line in ours_only[:8]] + [
-        f"rank {peer}: {line}" for line in theirs_only[:8]
-    ]
-
-
-def _in_order(mine: list[str], theirs: list[str], rank: int, peer: int) -> list[str]:
-    """What both issued from the first difference on; a rank that hangs has issued little more."""
-    return [f"rank {rank}: {line}" for line in mine] + [f"rank {peer}: {line}" for line in theirs]

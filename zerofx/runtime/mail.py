@@ -33,13 +33,19 @@ class Mail:
     def deliver(self) -> list[Any]:
         """Start them, nearest ranks first; returns what to wait for."""
         group, ranks = self._comm.group, self._comm.ranks
-        works: list[Any] = []
-        for source in reversed(self._peers):
-            for _, into, tag in self._messages:
-                if into[source].numel():
-                    works.append(dist.irecv(into[source], ranks[source], group=group, tag=tag))
-        for to in self._peers:
-            for send, _, tag in self._messages:
-                if send[to].numel():
-                    works.append(dist.isend(send[to], ranks[to], group=group, tag=tag))
-        return works
+        receives = [
+            (dist.irecv, into[source], ranks[source], tag)
+            for source in reversed(self._peers)
+            for _, into, tag in self._messages
+        ]
+        sends = [
+            (dist.isend, send[to], ranks[to], tag)
+            for to in self._peers
+            for send, _, tag in self._messages
+        ]
+        calls = [each for each in receives + sends if each[1].numel()]
+        if calls and self._comm.backend == "nccl":
+            # One by one, two ranks that both receive first would wait for each other.
+            ops = [dist.P2POp(call, tensor, peer, group, tag) for call, tensor, peer, tag in calls]
+            return dist.batch_isend_irecv(ops)
+        return [call(tensor, peer, group=group, tag=tag) for call, tensor, peer, tag in calls]

@@ -20,7 +20,8 @@ def _unshard(
     shard: Tensor, size: Sequence[int], layout: int, dtype: torch.dtype | None = None
 ) -> Tensor:
     domain = domain_of(layout)
-    full = domain.unshard_wait(domain.unshard_start([shard], [size], [dtype]), 0, size)
+    with domain.session.explained():
+        full = domain.unshard_wait(domain.unshard_start([shard], [size], [dtype]), 0, size)
     if domain.layout.resident:
         return full.detach()
     # An op may not return its input, and a pool slot goes back.
@@ -31,7 +32,8 @@ def _unshard(
 
 def _reduce_grad(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
     domain = domain_of(layout)
-    reduced = domain.reduce_wait(domain.reduce_start([grad], [shard]), 0, shard)
+    with domain.session.explained():
+        reduced = domain.reduce_wait(domain.reduce_start([grad], [shard]), 0, shard)
     alias = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
     return reduced.clone() if alias else reduced
 

@@ -22,9 +22,6 @@ from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
 from zerofx.runtime.buffers import BufferPool, Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
-from zerofx.runtime.drift import DriftMonitor
-from zerofx.runtime.feedback import CodingErrors
-from zerofx.runtime.frozen import FrozenCodes
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
@@ -76,8 +73,7 @@ class Session:
         self.pool = BufferPool()
         self.kept = KeptValues(self.pool)
         self.recycler = Recycler()
-        drift = DriftMonitor(config.drift_every)
-        self.codes = CodeMemory(self.pool, FrozenCodes(), CodingErrors(), drift)
+        self.codes = CodeMemory.empty(self.pool, config.drift_every)
         num_ranks = num_live_ranks()
         # One rank may copy a model alone: numbers of new models stay in step all the same.
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
@@ -91,6 +87,8 @@ class Session:
             config.added_passes,
         )
         self._watch = Watch(self.journal, config.hang_timeout)
+        if num_ranks > 1:
+            self._watch.start()
         if copied is not None:
             network = copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
@@ -140,6 +138,7 @@ class Session:
 
         Raises:
             DivergedError: the ranks issued different collectives.
+            RankGoneError: ranks ended.
         """
         while not pending.done:
             self.advance(pending)
@@ -147,7 +146,12 @@ class Session:
 
     def advance(self, pending: Pending) -> None:
         """Wait for the hop under way, and start the next one if there is one."""
-        pending.advance(self._wait_for)
+        with self.explained():
+            pending.advance(self._wait_for)
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Say why a collective failed, if ranks issued different ones or are gone."""
+        return self._watch.explained()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
@@ -218,7 +222,8 @@ class Session:
 
     def _leave_backward(self) -> None:
         if self.accumulation.leave():
-            self._flush_pending()
+            with self.explained():
+                self._flush_pending()
             self.codes.errors.backward_ended()
             if self.scales_losses:
                 self._share_overflow()

@@ -2,8 +2,8 @@
 
 gloo closes every connection when a wait for a message times out, so a rank that waited with a
 time-out would lose a peer that is merely slow. The rank waits without one, and this thread looks
-on. Only when the journals prove that ranks issued different collectives does it use that very
-time-out to end the wait.
+on. Only when the journals prove that ranks issued different collectives, or a rank was declared
+gone, does it use that very time-out to end the wait.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import atexit
 import contextlib
 import datetime
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from zerofx.errors import DivergedError
+from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
 from zerofx.runtime.journal import Journal
-from zerofx.torch_private import is_message
+from zerofx.runtime.roll_call import holder_gone
+from zerofx.torch_private import is_broken_connection, is_message
 
 _log = logging.getLogger(__name__)
 _TICK = datetime.timedelta(milliseconds=1)
@@ -32,47 +34,43 @@ class Watch:
 
     Args:
         journal: what this rank issued.
-        patience: seconds of waiting before journals are compared.
+        patience: seconds of waiting before journals are compared, and of silence before a rank
+            counts as gone once a collective failed.
     """
 
     def __init__(self, journal: Journal, patience: float) -> None:
         self._journal = journal
         self._patience = patience
         self._waiting: tuple[Any, float] | None = None
-        self._found: DivergedError | None = None
+        self._found: ZeroFxError | None = None
         self._warned = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any) -> None:
-        """Wait for a collective on the CPU.
-
-        Raises:
-            DivergedError: the ranks issued different collectives.
-        """
-        self._start()
+        """Wait for a collective on the CPU; inside `explained`."""
         self._waiting = (work, time.monotonic())
         try:
-            with self.explained():
-                self._wait_until_found(work)
+            self._wait_until_found(work)
         finally:
             self._waiting = None
             self._warned = False
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn the failure of a collective into a diff, if ranks issued different ones.
+        """Say why a collective failed, if ranks issued different ones or are gone.
 
         Raises:
-            DivergedError: they did.
+            DivergedError: they issued different ones.
+            RankGoneError: they are gone.
         """
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, DivergedError):
+            if isinstance(error, ZeroFxError) or not is_broken_connection(error):
                 raise
             if self._found is None:
-                self._compare_again()
+                self._found = self._explanation()
             if self._found is not None:
                 raise self._found from error
             raise
@@ -83,9 +81,8 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
 
-    def _start(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
+    def start(self) -> None:
+        """Start the thread: it also answers other ranks while this one computes."""
         pause = self._patience / 2
         self._thread = threading.Thread(
             target=_look_on, args=(weakref.ref(self), self._stop, pause), daemon=True
@@ -110,26 +107,29 @@ class Watch:
 
     def _look(self) -> None:
         waiting = self._waiting
-        if waiting is None or time.monotonic() - waiting[1] < self._patience:
-            self._journal.answer()
-            return
         try:
+            self._journal.answer()
+            if waiting is None or time.monotonic() - waiting[1] < self._patience:
+                return
             late = self._journal.explain_hang()
-        except DivergedError as error:
+        except (DivergedError, RankGoneError) as error:
             self._found = error
-            _interrupt(waiting[0])
+            if waiting is not None:
+                _interrupt(waiting[0])
             return
         if late and not self._warned:
             self._warned = True
             _log.warning("waiting in %s; %s", self._journal.last(), "; ".join(late))
 
-    def _compare_again(self) -> None:
+    def _explanation(self) -> ZeroFxError | None:
         try:
-            self._journal.explain_within(min(self._patience, _GRACE_SECONDS))
-        except DivergedError as error:
-            self._found = error
+            self._journal.explain_failure(self._patience)
+        except (DivergedError, RankGoneError) as error:
+            return error
         except RuntimeError as error:
-            _log.debug("the store went away with the rank that held it: %s", error)
+            _log.debug("the store fails: %s", error)
+            return holder_gone()
+        return None
 
 
 def _look_on(watched: weakref.ref[Watch], stop: threading.Event, pause: float) -> None:
@@ -155,7 +155,24 @@ def _interrupt(work: Any) -> None:
 _running: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
+def say_last_words(error: object) -> None:
+    """Log which ranks are gone, if a collective that is not zerofx's failed for that.
+
+    Args:
+        error: what this process ends with.
+    """
+    for watch in list(_running) if isinstance(error, RuntimeError) else ():
+        try:
+            with watch.explained():
+                raise error
+        except RuntimeError as found:
+            if found is not error:
+                _log.error("%s", found)
+                return
+
+
 @atexit.register
 def _stop_all() -> None:
+    say_last_words(getattr(sys, "last_value", None))
     for watch in list(_running):
         watch.stop()

@@ -89,7 +89,8 @@ def refuse_optimizers(optimizers: list[Optimizer]) -> None:
             raise UnsupportedError(
                 f"optimizer {what} does not work on sharded parameters",
                 "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
-                "element by element; of torch's fused ones, Adam and AdamW",
+                "element by element; of torch's fused ones, Adam and AdamW. One that needs whole "
+                "matrices takes zerofx.OwnerOptimizer(params, Adafactor)",
             )
 
 

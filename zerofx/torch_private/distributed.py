@@ -36,6 +36,12 @@ def is_message(work: Any) -> bool:
     return work._get_op_type() in (12, 13)
 
 
+def is_broken_connection(error: RuntimeError) -> bool:
+    """Whether a collective failed on its way; gloo has no type for that, but names its files."""
+    words = ("gloo", "imed out", "pair closure")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
 def num_live_ranks() -> int:
     """Ranks that read and write the default store: the `fake` backend has nobody but this one."""
     return 1 if dist.get_backend() == "fake" else dist.get_world_size()

@@ -2,8 +2,8 @@
 
 In the order in which data flows: read (a file to flat keys), key, training_keys and zero_keys (what
 is known about each), settings (what a file asks for), schedules, choices and translate (what that
-is in zerofx), report and recipe (what one trains with). `__main__` shows a
-file, or all keys.
+is in zerofx), monitors, report and recipe (what one trains with). `__main__` shows a file, or all
+keys.
 """
 
 from zerofx.integrations.deepspeed.recipe import Recipe

@@ -72,6 +72,7 @@ def shape_choice(settings: Settings) -> Shape | None:
     if shape is None:
         raise ConfigError(f"scheduler.type is {name!r}", f"use one of {', '.join(SHAPES)}")
     params = settings.section("scheduler.params")
+    params.pop("last_batch_iteration", None)  # of all of them: where a schedule goes on
     wanted = inspect.signature(shape).parameters
     unknown = [key for key in params if key not in wanted]
     absent = [

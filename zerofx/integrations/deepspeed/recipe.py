@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from zerofx.integrations.deepspeed.choices import OptimizerChoice
 from zerofx.integrations.deepspeed.report import StepReport
 from zerofx.integrations.deepspeed.schedules import Schedule, Shape
 from zerofx.integrations.deepspeed.settings import Row
+from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
 
 
@@ -56,13 +57,18 @@ class Recipe:
         batch: sizes, which multiply.
         optimizer: class and parameters, if the file names an optimizer.
         shape: the schedule, if the file names one.
+        last_step: at which the schedule goes on; -1: it begins.
         scaling: how losses are scaled.
         autocast_dtype: of `torch_autocast`, if that is enabled.
         gradient_clipping: largest norm of gradients; 0: they are not clipped.
         steps_per_print: steps between two lines of a report; 0: no lines.
         wall_clock_breakdown: whether a report has times.
+        memory_breakdown: whether a report has the memory in use.
+        monitors: where else figures go, by name, with parameters.
         dump_state: whether a report begins with the table.
         gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
+        drop_last: whether your data loader should leave out a last batch that is not full.
+        allows_unused: whether a step may find parameters without a gradient.
         rows: how each key of the file was understood.
     """
 
@@ -70,13 +76,18 @@ class Recipe:
     batch: Batch
     optimizer: OptimizerChoice | None
     shape: Shape | None
+    last_step: int
     scaling: Scaling
     autocast_dtype: torch.dtype | None
     gradient_clipping: float
     steps_per_print: int
     wall_clock_breakdown: bool
+    memory_breakdown: bool
+    monitors: Mapping[str, Mapping[str, Any]]
     dump_state: bool
     gathers_on_save: bool
+    drop_last: bool
+    allows_unused: bool
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
@@ -129,7 +140,7 @@ class Recipe:
         Raises:
             ConfigError: the schedule does not suit the optimizer.
         """
-        return None if self.shape is None else Schedule(optimizer, self.shape)
+        return None if self.shape is None else Schedule(optimizer, self.shape, self.last_step)
 
     def make_scaler(self, device: str | None = None) -> FixedScaler:
         """Build the loss scaler; it does nothing in fp32.
@@ -167,12 +178,19 @@ class Recipe:
         scaler: FixedScaler,
         write: Callable[[str], None] = print,
     ) -> StepReport:
-        """Build what prints as `steps_per_print` and `wall_clock_breakdown` ask."""
+        """Build what prints as the file asks; its monitors open here, on rank 0.
+
+        Raises:
+            MissingPackageError: the package of a monitor is not installed.
+        """
         report = StepReport(
             optimizer,
             scaler,
             every=self.steps_per_print,
             timed=self.wall_clock_breakdown,
+            weighed=self.memory_breakdown,
+            monitors=[(name, dict(params)) for name, params in self.monitors.items()],
+            samples=self.batch.train,
             write=write,
         )
         if self.dump_state:
@@ -192,10 +210,15 @@ class Recipe:
 
         Returns:
             Whether the step was taken; on all ranks alike.
+
+        Raises:
+            ConfigError: a parameter has no gradient, which the file does not allow.
         """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not self.allows_unused:
+            _refuse_unused(params)
         scaler.unscale_(optimizer)
         if self.gradient_clipping > 0:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
             nn.utils.clip_grad_norm_(params, self.gradient_clipping)
         scaler.step(optimizer)
         scaler.update()
@@ -216,3 +239,14 @@ class Recipe:
                 "set it, or save shards with zerofx.checkpoint.save",
             )
         export_safetensors(model, folder, dtype=self.config.param_dtype)
+
+
+def _refuse_unused(params: Iterable[Tensor]) -> None:
+    known = {id(state.param): state.spec.name for s in live_sessions() for state in s.states}
+    unused = [p for p in params if p.requires_grad and p.grad is None]
+    if unused:
+        raise ConfigError(
+            "parameters have no gradient, and the file says ignore_unused_parameters: false",
+            "freeze them, or say true",
+            [known.get(id(param), f"of shape {tuple(param.shape)}") for param in unused],
+        )

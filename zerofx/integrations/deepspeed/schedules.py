@@ -182,16 +182,27 @@ class Schedule(LRScheduler):
 
     `state_dict` holds numbers only, so that a checkpoint may carry it.
 
+    Args:
+        optimizer: whose rates it sets.
+        shape: the schedule.
+        last_step: optimizer steps taken, less one. If there are any, as in DeepSpeed, rates stay as
+            they are until the next one.
+
     Raises:
         ConfigError: the optimizer has no betas that a momentum cycle could turn, or a list of
             rates has not as many entries as there are parameter groups.
     """
 
-    def __init__(self, optimizer: Optimizer, shape: Shape) -> None:
+    def __init__(self, optimizer: Optimizer, shape: Shape, last_step: int = -1) -> None:
         self._shape = shape
         self._cycle = shape if isinstance(shape, OneCycle) and shape.cycle_momentum else None
         _check(optimizer, shape, self._cycle)
         super().__init__(optimizer)
+        if last_step >= 0:
+            self.last_epoch = last_step + 1
+            for group, rate in zip(optimizer.param_groups, self.base_lrs, strict=True):
+                group["lr"] = rate
+            self._last_lr = list(self.base_lrs)
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of all groups; torch calls it."""

@@ -122,14 +122,20 @@ def _check_known(
             "correct them, or pass leave_out=[…] to read the rest",
             [_with_nearest(path) for path in unknown],
         )
-    for argument, names in (("auto", auto), ("leave_out", leave_out)):
-        stray = [name for name in names if not any(_below(path, [name]) for path in flat)]
-        if stray:
-            raise ConfigError(
-                f"{argument} names keys that the file does not have",
-                "use paths with dots, as in zero_optimization.stage",
-                [_with_nearest(name) for name in stray],
-            )
+    # One dictionary of values may serve many files; what is left out must be there.
+    _refuse_stray(
+        "auto names keys that DeepSpeed does not have", [n for n in auto if n not in KEYS]
+    )
+    _refuse_stray(
+        "leave_out names keys that the file does not have",
+        [name for name in leave_out if not any(_below(path, [name]) for path in flat)],
+    )
+
+
+def _refuse_stray(problem: str, names: list[str]) -> None:
+    if names:
+        remedy = "use paths with dots, as in zero_optimization.stage"
+        raise ConfigError(problem, remedy, [_with_nearest(name) for name in names])
 
 
 def _with_nearest(path: str) -> str:

@@ -22,7 +22,7 @@ _BATCH = [
         "count",
     ),
     *keys("always", "", [("managed_gradient_accumulation", "the loop is yours")], "bool"),
-    *keys("missing", "", [("dataloader_drop_last", "the data loader is yours")], "bool"),
+    Key("dataloader_drop_last", "honoured", "`drop_last`, for your data loader", "bool"),
 ]
 
 _OPTIMIZER = [
@@ -91,9 +91,8 @@ _SCHEDULER = [
     *_schedule_keys(),
     Key(
         "scheduler.params.last_batch_iteration",
-        "missing",
-        "resume with the scheduler's `load_state_dict`",
-        off=(-1,),
+        "honoured",
+        "the schedule goes on from this step; rates change with the next one",
     ),
 ]
 
@@ -162,20 +161,32 @@ _PRECISION = [
     Key("gradient_allreduce_op", "missing", "gradients are averaged", "text", off=("mean",)),
 ]
 
+_TARGETS = {
+    "csv_monitor": {"output_path": "folder", "job_name": "folder below it"},
+    "tensorboard": {"output_path": "folder", "job_name": "folder below it"},
+    "wandb": {"group": "of the run", "team": "that owns it", "project": "that it belongs to"},
+}
+
 _REPORTS = [
+    *(
+        Key(f"{name}.enabled", "honoured", "`make_report` writes figures there, too", "bool")
+        for name in _TARGETS
+    ),
+    *(
+        Key(f"{name}.{param}", "honoured", meaning, "text")
+        for name, params in _TARGETS.items()
+        for param, meaning in params.items()
+    ),
     Key("steps_per_print", "honoured", "`make_report`: a line every so many steps", "count"),
     Key("wall_clock_breakdown", "honoured", "`make_report`: times of each step", "bool"),
+    Key("memory_breakdown", "honoured", "`make_report`: memory of each step", "bool"),
     Key("dump_state", "honoured", "`make_report` begins with this table", "bool"),
     *keys(
         "missing",
         "",
         [
-            ("memory_breakdown", "see `zerofx plan`"),
             ("comms_logger", "see `zerofx bench comm`"),
             ("flops_profiler", "see `zerofx plan`"),
-            ("tensorboard", "write what your loop knows"),
-            ("wandb", "write what your loop knows"),
-            ("csv_monitor", "write what your loop knows"),
             ("comet", "write what your loop knows"),
         ],
     ),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
+from zerofx.integrations.deepspeed.monitors import MONITORS
 from zerofx.integrations.deepspeed.read import Source, read
 from zerofx.integrations.deepspeed.recipe import Batch, Recipe, Scaling
 from zerofx.integrations.deepspeed.settings import Settings, understand
@@ -76,13 +77,22 @@ def from_deepspeed(
         batch=batch,
         optimizer=optimizer_choice(settings),
         shape=shape_choice(settings),
+        last_step=settings.get("scheduler.params.last_batch_iteration", -1),
         scaling=_scaling(settings, dtype),
         autocast_dtype=_autocast_dtype(settings),
         gradient_clipping=float(settings.get("gradient_clipping", 1.0)),
         steps_per_print=settings.get("steps_per_print", 0),
         wall_clock_breakdown=settings.get("wall_clock_breakdown", False),
+        memory_breakdown=settings.get("memory_breakdown", False),
+        monitors={
+            name: settings.section(name)
+            for name in MONITORS
+            if settings.get(f"{name}.enabled", False)
+        },
         dump_state=settings.get("dump_state", False),
         gathers_on_save=_gathers_on_save(settings),
+        drop_last=settings.get("dataloader_drop_last", False),
+        allows_unused=settings.get("zero_optimization.ignore_unused_parameters", True),
         rows=settings.rows,
     )
 

@@ -67,6 +67,7 @@ _ZERO = [
             ("enable_sanity_checks", "the verifier runs after every pass (option `verify`)"),
             ("leaf_module", "all ranks run one program: there is nothing to list"),
             ("mics_hierarchical_params_gather", "across nodes every byte travels once"),
+            ("legacy_stage1", "there is one stage 1, with the same numbers"),
         ],
     ),
     *keys(
@@ -109,14 +110,13 @@ _ZERO = [
             ("zenflow", "needs offloading"),
             ("save_muon_momentum_buffer_in_memory", "needs offloading"),
             ("stage3_model_persistence_threshold", "no bound on the sum of persistent parameters"),
-            ("legacy_stage1", "there is one stage 1"),
         ],
     ),
     Key(
         "zero_optimization.ignore_unused_parameters",
-        "missing",
-        "unused parameters are no error",
-        off=(True,),
+        "honoured",
+        "false: a step in which a parameter has no gradient is an error",
+        "bool",
     ),
 ]
 
@@ -132,8 +132,21 @@ _AROUND = [
             ("checkpoint.parallel_write", "every rank writes its rows"),
             ("compile.deepcompile", "the model is compiled with its communication"),
             ("compile.debug_log", "see `ZEROFX_DUMP`"),
+            ("sparse_gradients", "gradients travel dense: the same sums"),
         ],
     ),
+    *keys(
+        "always",
+        "activation_checkpointing",
+        [
+            ("partition_activations", "there are no model-parallel ranks to share them with"),
+            ("contiguous_memory_optimization", "where torch puts them makes no difference"),
+            ("number_checkpoints", "your model's calls of `torch.utils.checkpoint` count"),
+            ("synchronize_checkpoint_boundary", "autograd synchronizes where it must"),
+            ("profile", "see `zerofx explain`"),
+        ],
+    ),
+    *keys("missing", "activation_checkpointing", [("cpu_checkpointing", "needs offloading")]),
     *keys(
         "missing",
         "",
@@ -146,10 +159,8 @@ _AROUND = [
             ("compile.offload_activation", "needs offloading"),
             ("compile.offload_opt_states", "needs offloading"),
             ("compile.offload_parameters", "needs offloading"),
-            ("activation_checkpointing", "use `torch.utils.checkpoint`"),
             ("disable_python_gc", "call `gc.disable()`"),
             ("amp", "say `fp16` or `bf16`"),
-            ("sparse_gradients", "gradients are dense"),
             ("hybrid_engine", "see `zerofx.unshard` for generation"),
             ("data_efficiency", "the data loader is yours"),
             ("curriculum_learning", "the data loader is yours"),

@@ -1,0 +1,98 @@
+"""Lightning over zerofx, beside Lightning over DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.checkpoint.runs import full
+from tests.ranks import run_ranks
+from zerofx import ZeroConfig
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+OPTIONS: dict[str, Any] = {"inner": "eager", "min_shard_numel": 0}
+
+
+class Module(lightning.LightningModule):
+    """Calls a child and itself; drops out, so that random states matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.net(x)))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        (x,) = batch
+        loss = (self(x) - x.sum(1, keepdim=True)).square().mean() + self.net(x).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("far", self(batch[0]).abs().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def data() -> DataLoader[Any]:
+    rows = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(rows), batch_size=2)
+
+
+def fit(folder: str, stage: int | None, epochs: int, resume: str | None = None) -> Any:
+    from zerofx.integrations import ZeroStrategy
+
+    plain = stage is None
+    strategy: Any = "ddp" if plain else ZeroStrategy(ZeroConfig(stage=stage, **OPTIONS))  # pyright: ignore
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, data(), data(), ckpt_path=resume)
+    path = trainer.checkpoint_callback.best_model_path
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return [full(param) for param in module.parameters()], metrics, path, trainer.global_step
+
+
+def _trains(folder: str, stage: int) -> None:
+    plain, wanted, _, _ = fit(f"{folder}/ddp", None, 2)
+    params, metrics, _, steps = fit(f"{folder}/zero", stage, 2)
+    assert steps == 6 and metrics == pytest.approx(wanted, rel=1e-5)
+    for got, want in zip(params, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_trains_as_over_ddp(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _trains, str(tmp_path), stage, timeout=120)
+
+
+def _resumes(folder: str) -> None:
+    wanted, metrics, _, _ = fit(f"{folder}/whole", 2, 3)
+    _, _, path, _ = fit(f"{folder}/first", 2, 2)
+    params, again, _, steps = fit(f"{folder}/rest", 3, 3, path)
+    assert steps == 9 and again == metrics
+    assert all(torch.equal(got, want) for got, want in zip(params, wanted, strict=True))
+
+
+def test_resumes_bitwise_at_another_stage(tmp_path: Path) -> None:
+    run_ranks(2, _resumes, str(tmp_path), timeout=120)

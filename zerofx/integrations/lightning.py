@@ -1,0 +1,124 @@
+"""`ZeroStrategy`: Lightning's strategy for several processes, whose modules zerofx shards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
+from torch.optim import Optimizer
+
+import zerofx
+from zerofx import checkpoint as sharded
+from zerofx.config import ZeroConfig
+from zerofx.errors import UnsupportedError
+
+
+class ZeroStrategy(DDPStrategy):
+    """`Trainer(strategy=ZeroStrategy(ZeroConfig(stage=3)))`; nothing else of a program changes.
+
+    The module is sharded and compiled in place, before its optimizer is made, for training and for
+    evaluation. A checkpoint is a folder of `torch.distributed.checkpoint`: weights and optimizer
+    state, and as its extra what Lightning has besides. It loads at any stage and on any ranks.
+
+    Args:
+        zero: stage and options, stage 3 by default.
+        compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
+        kwargs: those of `DDPStrategy` that are not DistributedDataParallel's.
+
+    Raises:
+        UnsupportedError: several optimizers share the module, or a checkpoint goes to a storage of
+            one's own.
+    """
+
+    def __init__(
+        self,
+        zero: ZeroConfig | None = None,
+        *,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._zero = zero or ZeroConfig()
+        self._compile_kwargs = dict(compile_kwargs or {})
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Shards must be there before they are loaded."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The optimizer's state comes with the weights."""
+        return False
+
+    def setup(self, trainer: Any) -> None:
+        """Shard and compile the module, then make its optimizer."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if not any(param.is_meta for param in self.model.parameters()):
+            self.model_to_device()
+        zerofx.shard(self.model, self._zero)
+        # Lightning calls methods of the module, which in turn call it or its children.
+        for module in (self.model, *self.model.children()):
+            if any(True for _ in module.parameters()):
+                module.compile(backend=f"zero{self._zero.stage}", **self._compile_kwargs)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate without exchanging gradients, where that saves bytes; see `zerofx.no_sync`."""
+        assert self.model is not None
+        with zerofx.no_sync(self.model):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` takes the weights from the module."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` takes it from the optimizer."""
+        return {}
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        """Save rows of weights and optimizer state on each rank; `checkpoint` is the extra."""
+        if storage_options is not None:
+            raise UnsupportedError("ZeroStrategy takes no storage_options", "leave them out")
+        assert self.model is not None
+        sharded.save(self.broadcast(filepath), self.model, self._optimizer(), checkpoint)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` saved, at any stage and on any number of ranks."""
+        assert self.model is not None
+        return sharded.load(self.broadcast(checkpoint_path), self.model, self._optimizer())
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` did it."""
+
+    def teardown(self) -> None:
+        """Leave the shards where they are."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def _optimizer(self) -> Optimizer | None:
+        if len(self.optimizers) > 1:
+            raise UnsupportedError(
+                f"{len(self.optimizers)} optimizers share the module",
+                "give one optimizer several parameter groups",
+                [type(optimizer).__name__ for optimizer in self.optimizers],
+            )
+        return self.optimizers[0] if self.optimizers else None

@@ -1,0 +1,147 @@
+"""`OwnerOptimizer`: optimizers that need whole matrices, over sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zerofx.errors import ShardingError
+from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.owner_state import settle, spread
+from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
+from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.session import Session
+
+
+class OwnerOptimizer(Optimizer):
+    """Runs an optimizer that looks at whole parameters (Muon, Shampoo, Adafactor), unchanged.
+
+        opt = zerofx.OwnerOptimizer(matrices, torch.optim.Muon, lr=0.02)
+
+    Every parameter has an owner among the ranks that share its shards. In a step the owner receives
+    the rows of its gradient and of its values, updates it as a single process would, and returns
+    the rows. It alone holds the parameter's optimizer state, whole. Ranks own about equally many
+    elements; none more than its share and one parameter.
+
+    A step sends three times what ranks own, beside the gathers and reductions of the program, and
+    holds twice that for a moment. Parameters, gradients, `zero_grad`, clipping, loss scaling,
+    schedules and checkpoints are as with any optimizer. `state_dict()` shows tensors of the state
+    as `DTensor`s, under the plain optimizer's names; every rank must call it.
+
+    Args:
+        params: parameters or groups of one model; sharded before the first step, not necessarily
+            here.
+        optimizer_class: it keeps what it remembers in `state`, parameter by parameter.
+        options: of that class.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **options: Any
+    ) -> None:
+        self._optimizer_class = optimizer_class
+        self._options = options
+        # It checks parameters and options, and completes them with its defaults.
+        prototype = optimizer_class(params, **options)
+        super().__init__(prototype.param_groups, prototype.defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = {"_optimizer_class": self._optimizer_class, "_options": self._options}
+        return {**super().__getstate__(), **mine}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; every rank must take it.
+
+        Raises:
+            ShardingError: parameters are not sharded, or are those of several models.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not any(isinstance(param, DTensor) for param in self._params()):
+            # Before sharding: a checkpoint is about to be loaded, or there is one process alone.
+            self._update({p: (p.detach(), p.grad) for p in self._params() if p.grad is not None})
+            return loss
+        session, owners = self._owners()
+        settle(self.state, session, owners)
+        ready = [(state, owner) for state, owner in owners if state.param.grad is not None]
+        values = [_owned(state, state.shard, owner) for state, owner in ready]
+        grads = [
+            _owned(state, local_tensor(cast(Tensor, state.param.grad)).contiguous(), owner)
+            for state, owner in ready
+        ]
+        wholes = exchange(session, to_owners, "parameters and gradients", values + grads)
+        whole_values, whole_grads = wholes[: len(ready)], wholes[len(ready) :]
+        mine: dict[Tensor, tuple[Tensor, Tensor]] = {
+            state.param: (whole, grad.to(whole.dtype))
+            for (state, owner), whole, grad in zip(ready, whole_values, whole_grads, strict=True)
+            if owner == session.axes.shard.rank
+        }
+        self._update(mine)
+        for state, _ in ready:
+            self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
+        exchange(session, from_owners, "parameters", whole_values, values)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's; tensors of the state are `DTensor`s. Every rank must call it."""
+        if not any(isinstance(param, DTensor) for param in self.state):
+            return super().state_dict()
+        session, owners = self._owners()
+        settle(self.state, session, owners)
+        whole, self.state = self.state, spread(self.state, session, owners)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = whole
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _owners(self) -> tuple[Session, list[tuple[ParamState, int]]]:
+        """The model, and its parameters with their owners."""
+        params = self._params()
+        known = {id(state.param): state for session in live_sessions() for state in session.states}
+        strange = [str(tuple(param.shape)) for param in params if id(param) not in known]
+        sessions = {known[id(param)].domain.session for param in params if id(param) in known}
+        if strange or len(sessions) != 1:
+            raise ShardingError(
+                "OwnerOptimizer steps over parameters that are not those of one sharded model",
+                "run a forward of the compiled model first, or zerofx.shard(model, config); make "
+                "one OwnerOptimizer for each model",
+                [f"a plain parameter of shape {shape}" for shape in strange],
+            )
+        session = sessions.pop()
+        sizes = [[param.numel() for param in group["params"]] for group in self.param_groups]
+        owners = assign_owners(sizes, session.axes.shard.size)
+        places = [owner for group in owners for owner in group]
+        return session, [(known[id(p)], owner) for p, owner in zip(params, places, strict=True)]
+
+    def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
+        """One step of the optimizer over whole values and gradients, by parameter."""
+        if not mine:
+            return
+        groups: list[dict[str, Any]] = []
+        for group in self.param_groups:
+            wholes = [mine[param][0] for param in group["params"] if param in mine]
+            options = {key: value for key, value in group.items() if key != "param_names"}
+            groups.append({**options, "params": wholes})
+        for whole, grad in mine.values():
+            whole.grad = grad
+        inner = self._optimizer_class(groups, **self._options)
+        for param, (whole, _) in mine.items():
+            inner.state[whole] = self.state[param]
+        inner.step()
+        for param, (whole, _) in mine.items():
+            self.state[param] = inner.state[whole]
+            whole.grad = None
+
+
+def _owned(state: ParamState, local: Tensor, owner: int) -> Owned:
+    return Owned(local, state.spec.shape, state.spec.layout.sharded, owner)
