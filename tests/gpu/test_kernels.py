@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.codegen.cases import CASES, SHAPES
-from tests.codegen.strategies import poisoned, values_for, wires_for
+from tests.codegen.strategies import outputs_for, values_for, wires_for
 from zerofx.codegen.build import TritonKernel
 from zerofx.codegen.kernels import kernel_for
 from zerofx.codegen.reference import Reference
@@ -29,9 +29,9 @@ def test_cuda_writes_the_bits_of_the_reference(name: str, tmp_path: Path) -> Non
         inputs = [values_for((m.numel,), m.dtype, 3) for m in spec.parcels.members]
     else:
         inputs = [wires_for(spec, 3)]
-    wanted = poisoned(spec)
+    wanted = outputs_for(spec, 7)
     Reference(spec)(inputs, wanted, 5)
-    outputs = [output.to(device) for output in poisoned(spec, 85)]
+    outputs = [output.to(device) for output in outputs_for(spec, 7, 85)]
     kernel = kernel_for(spec, device, tmp_path)
     assert isinstance(kernel, TritonKernel)
     kernel([each.to(device) for each in inputs], outputs, 5)

@@ -82,9 +82,10 @@ def test_outliers_are_found_and_gaussian_numbers_are_not() -> None:
             assert 2 / 3 < drift.error / drift.expected < 4 / 3
         unshard, inside, across = found["after"]
         assert unshard.suspects() == ["weights.0"]
-        assert inside.suspects() == across.suspects() == ["weights.1"]
+        assert inside.suspects() == ["weights.1"]
+        assert not across.suspects(), "what came had lost its small numbers already"
         assert inside.params["weights.1"][1] > 0.9 > 0.3 > inside.params["weights.0"][1]
-        assert len(found["warned"]) == 3
+        assert len(found["warned"]) == 2
         assert "int8x64 does not suit weights.0:" in found["warned"][0]
         assert unshard.name in found["warned"][0]
 

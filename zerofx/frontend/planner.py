@@ -259,10 +259,9 @@ def resident_of(
 
 def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
     """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
-    unpaid = {name for name, found in weighed.items() if not found.pays}
     coding = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
-    passes = [each for each in coding if each.name not in unpaid]
-    return sum(each.kept_bytes(spec) for each in passes for spec in laid)
+    sent = [each for each in coding if each.name not in weighed or weighed[each.name].pays]
+    return sum(each.kept_bytes(spec) for each in sent for spec in laid)
 
 
 def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:

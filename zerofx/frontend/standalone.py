@@ -16,6 +16,7 @@ from zerofx.frontend import plain_codes, plain_ops
 from zerofx.ir import ops
 from zerofx.ir.codes import gather_kernels, reduction_kernels
 from zerofx.ir.facts import facts
+from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.text import node_names
 from zerofx.ir.view import owned_source
@@ -204,9 +205,11 @@ class _PlainGraph:
 
     def _codes(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A collective that sends codes; its kernels are a constant."""
-        if any(codec.endswith(".stochastic") for codec in ops.codecs(node)):
+        codecs = [Codec.parse(codec) for codec in ops.codecs(node)]
+        if any(codec.rounding == "stochastic" or codec.feedback for codec in codecs):
             raise UnsupportedError(
-                "codes that are rounded at random depend on what was sent before",
+                "codes that are rounded at random, or feed errors back, depend on what was sent "
+                "before",
                 "read the text of the program instead",
                 [node.name],
             )

@@ -117,6 +117,11 @@ class CodeMemory:
     errors: CodingErrors
     drift: DriftMonitor
 
+    @staticmethod
+    def empty(pool: BufferPool, drift_every: int | None) -> CodeMemory:
+        """That of a model which has coded nothing yet."""
+        return CodeMemory(pool, FrozenCodes(), CodingErrors(), DriftMonitor(drift_every))
+
 
 def gather_codes(
     kernels: Gathering,

@@ -22,9 +22,6 @@ from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
 from zerofx.runtime.buffers import BufferPool, Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
-from zerofx.runtime.drift import DriftMonitor
-from zerofx.runtime.feedback import CodingErrors
-from zerofx.runtime.frozen import FrozenCodes
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
@@ -76,8 +73,7 @@ class Session:
         self.pool = BufferPool()
         self.kept = KeptValues(self.pool)
         self.recycler = Recycler()
-        drift = DriftMonitor(config.drift_every)
-        self.codes = CodeMemory(self.pool, FrozenCodes(), CodingErrors(), drift)
+        self.codes = CodeMemory.empty(self.pool, config.drift_every)
         num_ranks = num_live_ranks()
         # One rank may copy a model alone: numbers of new models stay in step all the same.
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"

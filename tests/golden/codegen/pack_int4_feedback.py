@@ -9,11 +9,11 @@ Written by zerofx for one bucket; do not edit.
     parcel   193 blocks of 128 B, then 196 scales
     order    chunk p is row p % 2 * 2 + p // 2
     bytes    1292992 in all
-    launch   52 programs of 4 warps, 16 blocks each
+    launch   100 programs of 4 warps, 8 blocks each
 
         tensor           dtype    elements  chunk  blocks  tiles
-    t0  layers.0.weight  float32  196608    49152  0–191   0–11
-    t1  layers.0.bias    float32  768       192    192     12
+    t0  layers.0.weight  float32  196608    49152  0–191   0–23
+    t1  layers.0.bias    float32  768       192    192     24
 """
 
 import triton
@@ -96,21 +96,21 @@ def write_errors(parcel, block, columns, used, left, right):
 @triton.jit
 def pack(t0, t1, wire, errors):
     program = tl.program_id(0)
-    chunk = program // 13
-    tile = program % 13
-    rows = tl.arange(0, 16)[:, None]
+    chunk = program // 25
+    tile = program % 25
+    rows = tl.arange(0, 8)[:, None]
     columns = tl.arange(0, 128)[None, :]
-    if tile < 12:  # layers.0.weight
-        block = rows + 16*tile
+    if tile < 24:  # layers.0.weight
+        block = rows + 8*tile
         used = block < 192
-        inside = columns + 256*rows + 4096*tile
+        inside = columns + 256*rows + 2048*tile
         place_t0 = t0 + 49152*chunk + inside
         left = tl.load(place_t0).to(tl.float32)
         right = tl.load(place_t0 + 128).to(tl.float32)
     else:  # layers.0.bias
-        block = rows + 16*tile
+        block = rows + 8*tile
         used = block < 193
-        inside = columns + 256*rows + 4096*tile - 49152
+        inside = columns + 256*rows + 2048*tile - 49152
         place_t1 = t1 + 192*chunk + inside
         left = tl.load(place_t1, mask=inside < 192, other=0.0).to(tl.float32)
         right = tl.load(place_t1 + 128, mask=inside + 128 < 192, other=0.0).to(tl.float32)
@@ -126,12 +126,12 @@ def pack(t0, t1, wire, errors):
     # All threads have read the old errors before one of them writes new ones.
     tl.debug_barrier()
     write_errors(kept, block, columns, used, new_left, new_right)
-    if tile == 12:
+    if tile == 24:
         # Slots beyond the last block, as of a block of zeros.
         slot = 193 + tl.arange(0, 4)
         params = (parcel + 24704).to(tl.pointer_type(tl.float32)) + slot
         tl.store(params, tl.full([4], 1.1754943508222875e-38, tl.float32), mask=slot < 196)
-    if tile == 12:
+    if tile == 24:
         # Slots beyond the last block, as of a block of zeros.
         slot = 193 + tl.arange(0, 4)
         params = (kept + 49408).to(tl.pointer_type(tl.float32)) + slot

@@ -8,7 +8,7 @@ Written by zerofx for one bucket; do not edit.
     errors   uint8[2, 50192], read and written
     parcel   193 blocks of 128 B, then 196 scales
     bytes    403104 in all
-    launch   26 programs of 4 warps, 16 blocks each
+    launch   50 programs of 4 warps, 8 blocks each
 """
 
 import triton
@@ -117,11 +117,11 @@ def write_errors(parcel, block, columns, used, left, right):
 @triton.jit
 def repack(wires, wire, errors):
     program = tl.program_id(0)
-    chunk = program // 13
-    tile = program % 13
-    rows = tl.arange(0, 16)[:, None]
+    chunk = program // 25
+    tile = program % 25
+    rows = tl.arange(0, 8)[:, None]
     columns = tl.arange(0, 128)[None, :]
-    block = rows + 16*tile
+    block = rows + 8*tile
     used = block < 193
     parcel = wires + 25488*chunk
     left, right = mean_blocks(parcel, block, columns, used)
@@ -137,12 +137,12 @@ def repack(wires, wire, errors):
     # All threads have read the old errors before one of them writes new ones.
     tl.debug_barrier()
     write_errors(kept, block, columns, used, new_left, new_right)
-    if tile == 12:
+    if tile == 24:
         # Slots beyond the last block, as of a block of zeros.
         slot = 193 + tl.arange(0, 4)
         params = (parcel + 49408).to(tl.pointer_type(tl.float32)) + slot
         tl.store(params, tl.full([4], 1.1754943508222875e-38, tl.float32), mask=slot < 196)
-    if tile == 12:
+    if tile == 24:
         # Slots beyond the last block, as of a block of zeros.
         slot = 193 + tl.arange(0, 4)
         params = (kept + 49408).to(tl.pointer_type(tl.float32)) + slot
