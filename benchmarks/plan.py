@@ -1,19 +1,17 @@
 """Predicted step times beside measured ones, as ratios.
 
     torchrun --nproc-per-node 2 -m benchmarks.plan
-    torchrun --nproc-per-node 2 -m benchmarks.plan --model benchmarks.compare.zoo:Llama
+    torchrun --nproc-per-node 4 -m benchmarks.plan gpt:1 small:3 gpt:3:bfloat16
 
-Every rank calibrates itself right before it measures: how long its compiled segments take, how
-fast its memory and matrix products are, and what a collective costs. Two predictions follow from
-it: one with the times of the segments (a profile), and one with a roofline alone, as `zerofx plan`
-makes it. All ranks calibrate at the same time, as they train at the same time.
+A case is a model, a stage and perhaps a `param_dtype`. The machine is measured first, by all ranks
+at once, as `zerofx bench machine` does. Two predictions follow: one with the times of each case's
+compiled segments (a profile), and one with a roofline alone, as `zerofx plan --machine` makes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,110 +21,177 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from zerofx.config import ZeroConfig
-from zerofx.cost.compute import Roofline
-from zerofx.cost.link import Link
+from benchmarks.compare import zoo
+from zerofx.config import Stage, ZeroConfig
+from zerofx.cost.machine import Machine
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.planner import Machine, Planner
-from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_model
+from zerofx.frontend.planner import Planner
+from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.segments import Segment, split
+from zerofx.frontend.trial import measure_machine, slowest
 from zerofx.frontend.views import gathered_before
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
-from zerofx.runtime import collectives
+from zerofx.ir.view import aliased_inputs
+from zerofx.runtime.calibrate import calibrate
 from zerofx.runtime.comm import make_comm
 from zerofx.sim.timeline import simulate
 
 Batch = tuple[Tensor, ...]
+CPU = torch.device("cpu")
+CASES = ("gpt:1", "gpt:2", "gpt:3", "small:3", "cnn:2", "llama:3", "mlp:3", "gpt:3:bfloat16")
+
+
+class Mlp(zoo.Workload):
+    """6.3 M parameters, which few samples share: more bytes than arithmetic."""
+
+    num_units = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU()) for _ in range(6))
+        )
+
+    def blocks(self) -> list[torch.nn.Module]:
+        """Each layer."""
+        return list(self.layers)
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Noise."""
+        return (torch.randn(self.num_units, 1024, generator=generator),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of what comes out."""
+        return self.layers(x).square().mean()
+
+
+MODELS: dict[str, Callable[[], zoo.Workload]] = {
+    **zoo.MODELS,
+    "mlp": Mlp,
+    "small": lambda: zoo.Gpt(width=256, depth=4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained: a model of `MODELS`, by a stage, computing in a dtype."""
+
+    name: str
+    stage: Stage
+    dtype: torch.dtype | None
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The options that ranks train with."""
+        return ZeroConfig(stage=self.stage, param_dtype=self.dtype, dump="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One stage; seconds of a step.
+    """One case; seconds of a step.
 
     Attributes:
-        stage: ZeRO stage.
+        case: as it was written.
         measured: median, on the slowest rank.
         profile: predicted from times of segments.
         roofline: predicted from the roofline.
     """
 
-    stage: int
+    case: str
     measured: float
     profile: float
     roofline: float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Calibrate, predict, measure, print."""
+    """Measure the machine, then predict and measure each case; print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="benchmarks.compare.zoo:Gpt")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("cases", nargs="*", default=CASES, metavar="MODEL:STAGE[:DTYPE]")
+    parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args(argv)
-    module, _, name = args.model.partition(":")
-    build: Callable[[], Any] = getattr(importlib.import_module(module), name)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    batch: Batch = build().batch(torch.Generator().manual_seed(dist.get_rank()))
-    rehearsal = rehearse_model(build, lambda: (tuple(map(torch.zeros_like, batch)), {}))
-    machine = Machine("cpu", _roofline(), _link())
-    rows = [_row(stage, build, batch, rehearsal, machine, args.steps) for stage in (1, 2, 3)]
+    group = dist.group.WORLD
+    assert group is not None
+    comm = make_comm(group, CPU, dist.get_world_size())
+    machine = measure_machine(comm, CPU, calibrate(comm, CPU, repeats=3))
+    rows: list[Row] = []
+    for text in args.cases:
+        rows.append(_row(text, machine, args.steps))
+        if dist.get_rank() == 0:
+            last = rows[-1]
+            ratios = f"{last.profile / last.measured:.2f} {last.roofline / last.measured:.2f}"
+            print(f"{text} {1e3 * last.measured:.1f} ms {ratios}", flush=True)
     if dist.get_rank() == 0:
-        _print(args.model, machine, rows)
+        _print(machine, rows)
     dist.destroy_process_group()
 
 
-def _row(
-    stage: int,
-    build: Callable[[], nn.Module],
-    batch: Batch,
-    rehearsal: Rehearsal,
-    machine: Machine,
-    steps: int,
-) -> Row:
-    config = ZeroConfig(stage=stage, dump="")  # pyright: ignore[reportArgumentType]
-    ranks = dist.get_world_size()
-    programs = rehearsal.programs(config, ranks)
-    numel = sum(spec.shard_shape(0).numel() for spec in lay_out(rehearsal.params, config, ranks))
-    profiled = sum(_profiled(program, programs, machine.link) for program in programs)
-    # AdamW reads value, gradient and two moments, and writes all but the gradient; fp32.
-    profiled = _slowest(profiled + 7 * 4 * numel / machine.roofline.bytes_per_second)
+def _row(text: str, machine: Machine, steps: int) -> Row:
+    name, stage, *dtype = text.split(":")
+    case = Case(name, int(stage), getattr(torch, dtype[0]) if dtype else None)  # pyright: ignore[reportArgumentType]
+    build, ranks = MODELS[name], dist.get_world_size()
+    batch: Batch = build().batch(torch.Generator().manual_seed(dist.get_rank()))
 
     def inputs(size: int, length: int) -> tuple[Batch, dict[str, Tensor]]:
         return tuple(value.new_zeros((size, *value.shape[1:])) for value in batch), {}
 
     rows = batch[0].shape[0]
-    planner = Planner(build, inputs, config, machine, FP32_ADAM, ranks, rows, 0, whole=True)
-    roofline = planner.plan((stage,)).stages[stage].times.step
-    return Row(stage, _measured(stage, build(), batch, steps), profiled, roofline)
+    planner = Planner(build, inputs, case.config, machine, FP32_ADAM, ranks, rows, 0, whole=True)
+    times = planner.plan((case.stage,)).stages[case.stage].times
+    rehearsal = rehearse_model(build, lambda: inputs(rows, 0), cast=case.dtype)
+    profile = _profiled(case, rehearsal, machine) + times.update
+    return Row(text, _measured(case, batch, steps), slowest(profile, CPU), times.step)
 
 
-def _profiled(program: Program, programs: tuple[Program, Program], link: Link) -> float:
-    """Seconds of a program whose segments are compiled and timed one by one."""
-    compiler = SegmentCompiler("inductor", {})
-    seconds: dict[fx.Node, float] = {}
-    backward = program.region is Region.BACKWARD
-    times: dict[str, float] = {}
-    for piece in split(program.graph):
-        if isinstance(piece, Segment) and piece.outputs:
-            run = compiler.compile(piece, is_backward=backward)
-            if piece.key not in times:
-                times[piece.key] = _segment_seconds(piece, run)
-            seconds[piece.outputs[-1]] = times[piece.key]
+def _profiled(case: Case, rehearsal: Rehearsal, machine: Machine) -> float:
+    """Seconds of both programs whose segments are compiled and timed one by one."""
+    programs = rehearsal.programs(case.config, dist.get_world_size())
+    seconds = _segments(programs)
     already = gathered_before(programs)
+    # What launches a kernel is a part of its segment's time.
+    host = dataclasses.replace(machine.host, kernel=0.0)
+    total = 0.0
+    for program in programs:
 
-    def on_link(start: fx.Node) -> float:
-        return 0.0 if start in already else link.seconds(start)
+        def on_link(start: fx.Node) -> float:
+            return 0.0 if start in already else machine.link_seconds(start)
 
-    return simulate(program, lambda node: seconds.get(node, 0.0), on_link).seconds
+        total += simulate(program, lambda node: seconds.get(node, 0.0), on_link, host).seconds
+    return total
 
 
-def _segment_seconds(segment: Segment, run: Callable[[list[Any]], Any]) -> float:
-    values = [_value_for(node.meta["val"]) for node in segment.inputs]
-    return _median(lambda: run(list(values)), 5)
+def _segments(programs: Sequence[Program]) -> dict[fx.Node, float]:
+    """Seconds of each segment, by its last kernel; all ranks take the time at once."""
+    compiler = SegmentCompiler("inductor", {})
+    compiled: list[tuple[Segment, bool, Callable[[list[Any]], Any]]] = []
+    for program in programs:
+        backward = program.region is Region.BACKWARD
+        for piece in split(program.graph):
+            if isinstance(piece, Segment) and piece.outputs:
+                compiled.append((piece, backward, compiler.compile(piece, is_backward=backward)))
+    dist.barrier()
+    known: dict[tuple[str, bool], float] = {}
+    found: dict[fx.Node, float] = {}
+    for piece, backward, run in compiled:
+        kernels = [kernel for out in piece.outputs if (kernel := _kernel_of(out)) is not None]
+        if (piece.key, backward) not in known:
+            values = [_value_for(node.meta["val"]) for node in piece.inputs]
+            known[piece.key, backward] = _median(lambda: run(list(values)), 7)  # noqa: B023
+        if kernels:
+            found[kernels[-1]] = known[piece.key, backward]
+    return found
+
+
+def _kernel_of(value: fx.Node) -> fx.Node | None:
+    """Who wrote the memory of a segment's output; `None` if it is a view of an input."""
+    while sources := aliased_inputs(value):
+        value = sources[0]
+    return value if value.op == "call_function" else None
 
 
 def _value_for(fake: Any) -> Any:
@@ -136,39 +201,10 @@ def _value_for(fake: Any) -> Any:
     return made.normal_() if made.is_floating_point() else made.zero_()
 
 
-def _roofline() -> Roofline:
-    left, right = torch.randn(128, 512), torch.randn(512, 2048)
-    product = _slowest(_median(lambda: left @ right, 50))
-    long, out = torch.randn(1 << 24), torch.empty(1 << 24)
-    copy = _slowest(_median(lambda: torch.add(long, 1.0, out=out), 7))
-    return Roofline(2 * 128 * 512 * 2048 / product, 2 * 4 * (1 << 24) / copy)
-
-
-def _link() -> Link:
-    group = dist.group.WORLD
-    assert group is not None
-    comm = make_comm(group, torch.device("cpu"), dist.get_world_size())
-
-    def gather(numel: int) -> float:
-        full = torch.zeros(numel * comm.size)
-        chunk = full.chunk(comm.size)[comm.rank].clone()
-
-        def once() -> None:
-            pending = collectives.all_gather([full], [chunk], comm, 1)
-            for work in pending.works:
-                work.wait()
-
-        return _slowest(_median(once, 15))
-
-    small, large = 1 << 8, 1 << 21
-    short, long = gather(small), gather(large)
-    share = comm.size - 1
-    rate = 4 * share * (large - small) / max(1e-9, long - short)
-    return Link(rate, max(0.0, short - 4 * share * small / rate))
-
-
-def _measured(stage: int, model: nn.Module, batch: Batch, steps: int) -> float:
-    step = torch.compile(model, backend=f"zero{stage}")
+def _measured(case: Case, batch: Batch, steps: int) -> float:
+    model = MODELS[case.name]()
+    options = {} if case.dtype is None else {"param_dtype": case.dtype}
+    step = torch.compile(model, backend=f"zero{case.stage}", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def train() -> None:
@@ -179,7 +215,7 @@ def _measured(stage: int, model: nn.Module, batch: Batch, steps: int) -> float:
     for _ in range(3):
         train()
     dist.barrier()
-    seconds = _slowest(_median(train, steps))
+    seconds = slowest(_median(train, steps), CPU)
     torch.compiler.reset()
     return seconds
 
@@ -194,24 +230,18 @@ def _median(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def _slowest(seconds: float) -> float:
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value)
-
-
-def _print(model: str, machine: Machine, rows: Sequence[Row]) -> None:
-    table = Table("stage", "measured", "by profile", "by roofline", box=None)
-    for row in rows:
-        ratios = [f"{value / row.measured:.2f}" for value in (row.profile, row.roofline)]
-        table.add_row(f"zero{row.stage}", f"{1e3 * row.measured:.1f} ms", *ratios)
-    roofline, link = machine.roofline, machine.link
-    head = (
-        f"{model}, {dist.get_world_size()} ranks; predictions as a share of what was measured. "
-        f"{roofline.flops / 1e9:.0f} GFLOPS, memory {roofline.bytes_per_second / 1e9:.1f} GB/s, "
-        f"link {link.bytes_per_second / 1e9:.2f} GB/s and {1e6 * link.latency:.0f} µs"
+def _print(machine: Machine, rows: Sequence[Row]) -> None:
+    table = Table("case", "measured", "by profile", "by roofline", box=None)
+    ratios = [[row.profile / row.measured, row.roofline / row.measured] for row in rows]
+    for row, pair in zip(rows, ratios, strict=True):
+        table.add_row(row.case, f"{1e3 * row.measured:.1f} ms", *(f"{value:.2f}" for value in pair))
+    medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
+    table.add_row("median", "", *(f"{value:.2f}" for value in medians))
+    Console(width=120).print(
+        f"{dist.get_world_size()} ranks; predictions as a share of what was measured.\n"
+        f"{machine.roofline}\n{machine.link}\n{machine.reductions}\n{machine.host}",
+        table,
     )
-    Console().print(head, table)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
-from zerofx.cost.compute import Roofline
 from zerofx.cost.forecast import Forecast, Resident
 from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.liveness import Transport
@@ -109,7 +108,7 @@ class Planner:
         self.say("building the model")
         with fake_mode():
             model = self._model(0)
-        params = describe_params(model)
+        params = describe_params(model, self.config.param_dtype)
         depth = 0 if self.whole else stack_depth(model)
         buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
         few = self._settled(params, depth) if depth else 0
@@ -168,7 +167,7 @@ class Planner:
             self.say(f"tracing {where} at batch size {size}")
             model = functools.partial(self._model, depth)
             inputs = functools.partial(self.inputs, size, self.length)
-            rehearsals.append(rehearse_model(model, inputs, config.inner))
+            rehearsals.append(rehearse_model(model, inputs, config.inner, config.param_dtype))
         views: dict[int, View] = {}
         for stage in stages:
             self.say(f"running the passes of stage {stage} on {where}")
@@ -197,7 +196,7 @@ class Planner:
             # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
             resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
-        update = update_seconds(laid, resident, self.machine.roofline)
+        update = update_seconds(laid, resident, self.machine)
         times = dataclasses.replace(view.times, update=update)
         sent, across = round(view.sent_bytes), round(view.across_bytes)
         return StagePlan(stage, forecast, times, sent, across)
@@ -221,11 +220,13 @@ def resident_of(
     return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
 
 
-def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:
+def update_seconds(laid: Sequence[ParamSpec], resident: Resident, machine: Machine) -> float:
     """Time of the optimizer's step: it reads values, gradients and state, and writes two."""
-    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
+    trained = [spec for spec in laid if spec.trainable]
+    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in trained)
     moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
-    return moved / roofline.bytes_per_second
+    rate = machine.host.update_rate or machine.roofline.bytes_per_second
+    return machine.host.update * len(trained) + moved / rate
 
 
 def _at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:

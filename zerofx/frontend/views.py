@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -27,17 +28,24 @@ class Times:
     Attributes:
         compute: kernels of forward and backward.
         exposed: collectives that nothing hides.
+        host: kernels wait for Python.
         update: the optimizer's step.
     """
 
     compute: float
     exposed: float
+    host: float = 0.0
     update: float = 0.0
 
     @property
     def step(self) -> float:
         """All of it."""
-        return self.compute + self.exposed + self.update
+        return self.compute + self.exposed + self.host + self.update
+
+    def towards(self, other: Times, factor: float) -> Times:
+        """What changes from here to `other`, `factor` times as far."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Times(*(mine + factor * (theirs - mine) for mine, theirs in pairs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +90,8 @@ def look(
     )
     lasting, lasting2 = (sum(h.values[piece] for piece in h.lasting) for h in (held, held2))
     slope = lasting2 - lasting
-    base, more = (_times(programs, machine, fused) for programs in (one, other))
-    times = Times(
-        base.compute + (wanted - batch) * (more.compute - base.compute),
-        base.exposed + (wanted - batch) * (more.exposed - base.exposed),
-    )
+    base, more = (times_of(timelines(programs, machine, fused=fused)) for programs in (one, other))
+    times = base.towards(more, wanted - batch)
     return View(
         line_through(forward, batch, forward2, batch + 1),
         line_through(backward, batch, backward2, batch + 1),
@@ -114,10 +119,7 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
         deepen(few.forward, more.forward, blocks, few_grads=stage > 1),
         deepen(few.backward, more.backward, blocks, few_grads=stage > 1),
         (grown(few.lasting[0], more.lasting[0]), grown(few.lasting[1], more.lasting[1])),
-        Times(
-            grown(few.times.compute, more.times.compute),
-            grown(few.times.exposed, more.times.exposed),
-        ),
+        few.times.towards(more.times, factor),
         grown(few.sent_bytes, more.sent_bytes),
         grown(few.across_bytes, more.across_bytes),
     )
@@ -172,7 +174,14 @@ def timeline_of(
     """
     link = functools.partial(machine.link_seconds, whole=already_whole(program, kept))
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
-    return simulate(program, kernels.seconds, link)
+    return simulate(program, kernels.seconds, link, machine.host)
+
+
+def times_of(timelines: Iterable[Timeline]) -> Times:
+    """Their sum, without the optimizer's step."""
+    found = list(timelines)
+    compute, host = sum(t.compute_seconds for t in found), sum(t.host_seconds for t in found)
+    return Times(compute, sum(t.seconds for t in found) - compute - host, host)
 
 
 def _kept(programs: Programs) -> frozenset[str]:
@@ -188,9 +197,3 @@ def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curv
         live_bytes(backward, transport, fused=fused, before=held),
         held,
     )
-
-
-def _times(programs: Programs, machine: Machine, fused: bool) -> Times:
-    both = timelines(programs, machine, fused=fused)
-    compute = sum(each.compute_seconds for each in both)
-    return Times(compute, sum(each.seconds for each in both) - compute)
