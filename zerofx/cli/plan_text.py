@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -12,9 +13,6 @@ from rich.table import Table
 from zerofx.cli.units import show_bytes, show_count, show_seconds
 from zerofx.cost.memory import Precision, formula, wire_formula
 from zerofx.frontend.planner import Plan, StagePlan
-
-B: Any = sympy.Symbol("B", positive=True)
-"""Micro-batch size of a rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Question:
         memory_bytes: of a device; `None` if nobody asks whether it fits.
         precision: of parameters and optimizer.
         secondary: ranks of a node, if they keep secondary shards; else 0.
+        formulas: peak memory of each stage in batch size and length, if that was asked for.
     """
 
     target: str
@@ -38,6 +37,7 @@ class Question:
     memory_bytes: int | None
     precision: Precision
     secondary: int = 0
+    formulas: Mapping[int, Any] = dataclasses.field(default_factory=dict[int, Any])
 
 
 def best_stage(plan: Plan, asked: Question) -> int | None:
@@ -89,6 +89,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
         _table(plan, asked),
         "\n".join(notes),
         _formulas(plan, asked),
+        *_peaks(asked),
         _advice(plan, asked),
     )
 
@@ -107,6 +108,8 @@ def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
         "step_seconds": plan.times.step,
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(plan.times).items()},
     }
+    if plan.stage in asked.formulas:
+        out["peak_formula"] = str(asked.formulas[plan.stage])
     if asked.memory_bytes is not None:
         out["largest_batch"] = plan.forecast.largest_batch(asked.memory_bytes)
     return out
@@ -147,6 +150,12 @@ def _formulas(plan: Plan, asked: Question) -> str:
         total = sympy.expand(states.total)
         lines.append(f"  zero{stage}  states {total}, activations {linear}, sent {sent}")
     return "\n".join(lines)
+
+
+def _peaks(asked: Question) -> Iterator[str]:
+    if asked.formulas:
+        lines = [f"  zero{stage}  {formula}" for stage, formula in sorted(asked.formulas.items())]
+        yield "\n".join(["peak bytes in the batch size B and the length S:", *lines])
 
 
 def _advice(plan: Plan, asked: Question) -> str:

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.liveness import Transport
 from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision, states
+from zerofx.cost.surface import peak_expression
 from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, View, grow, look
@@ -126,6 +128,23 @@ class Planner:
         }
         num_params = sum(spec.numel for spec in params)
         return Plan(num_params, depth if blocks else 0, blocks[:2] if blocks else (), plans)
+
+    def closed_forms(self, stages: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Any]:
+        """Peak memory of each stage in batch size and length (`zerofx.cost.surface`).
+
+        Raises:
+            NotAlikeError: the programs depend on the length by more than their shapes.
+            UnsupportedError: the model does not trace as one graph.
+        """
+        step = max(2, self.length // 4)
+        plans: dict[int, Plan] = {}
+        for length in (self.length, self.length + step, self.length + 2 * step):
+            self.say(f"length {length}")
+            plans[length] = dataclasses.replace(self, length=length).plan(stages)
+        return {
+            stage: peak_expression({s: plan.stages[stage].forecast for s, plan in plans.items()})
+            for stage in stages
+        }
 
     def _settled(self, params: Sequence[ParamSpec], depth: int) -> int:
         """Blocks that a shallow model needs for as much to be in flight as in the whole one.

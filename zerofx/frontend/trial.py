@@ -30,7 +30,7 @@ from zerofx.runtime.comm import Comm
 from zerofx.runtime.speed import measure_contention, measure_roofline
 
 _WIDTH, _SHALLOW, _DEEP, _EXTRA = 32, 4, 16, 8
-_LONG = 1 << 22
+_WIDE = 4096
 _ADAMW_BYTES = 28
 """Of an fp32 parameter: value, gradient and two moments are read; all but the gradient written."""
 
@@ -38,9 +38,9 @@ _ADAMW_BYTES = 28
 class _Stack(nn.Module):
     """Linear layers with `extra` more kernels behind each."""
 
-    def __init__(self, depth: int, extra: int) -> None:
+    def __init__(self, depth: int, extra: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
         self.extra = extra
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,6 +56,10 @@ class _Trial:
     depth: int = _SHALLOW
     extra: int = 0
     apart: bool = False
+    width: int = _WIDTH
+
+    def build(self) -> nn.Module:
+        return _Stack(self.depth, self.extra, self.width)
 
     @property
     def config(self) -> ZeroConfig:
@@ -100,14 +104,16 @@ def measure_host(device: torch.device, link: Link, contention: float, steps: int
     counts = np.array([_counts(trial) for trial in _TRIALS], dtype=float)
     costs = np.linalg.solve(counts, np.array([step for step, _ in found])).clip(0)
     program, collective, member, kernel = map(float, costs)
-    update = (found[-1][1] - found[0][1]) / (_DEEP - _SHALLOW)
+    update = max(0.0, (found[-1][1] - found[0][1]) / (_DEEP - _SHALLOW))
+    _, wide = _train(_Trial(depth=1, width=_WIDE), device, steps)
+    moved = _ADAMW_BYTES * _WIDE**2 / dist.get_world_size()
     return Host(
         program,
         max(0.0, collective - link.latency),
         member,
         kernel,
-        update=max(0.0, update),
-        update_rate=_update_rate(device, steps),
+        update=update,
+        update_rate=moved / max(wide - update, wide / 2),
         contention=contention,
         runs_ahead=device.type == "cuda",
     )
@@ -116,9 +122,7 @@ def measure_host(device: torch.device, link: Link, contention: float, steps: int
 def _counts(trial: _Trial) -> tuple[int, int, int, int]:
     """Programs, collectives, members and kernels of a step."""
     batch = torch.zeros(2, _WIDTH)
-    rehearsal = rehearse_model(
-        lambda: _Stack(trial.depth, trial.extra), lambda: ((torch.zeros_like(batch),), {}), "eager"
-    )
+    rehearsal = rehearse_model(trial.build, lambda: ((torch.zeros_like(batch),), {}), "eager")
     programs = rehearsal.programs(trial.config, dist.get_world_size())
     silent = gathered_before(programs)
     starts = [s for p in programs for s in p.calls(UNSHARD_START, REDUCE_START) if s not in silent]
@@ -139,10 +143,10 @@ def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, floa
     options = {
         name: getattr(config, name) for name in ("inner", "min_shard_numel", "bucket_bytes", "dump")
     }
-    model = _Stack(trial.depth, trial.extra).to(device)
+    model = trial.build().to(device)
     run = torch.compile(model, backend="zero3", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch = torch.randn(2, _WIDTH, device=device)
+    batch = torch.randn(2, trial.width, device=device)
     times: list[tuple[float, float]] = []
     for _ in range(steps + 3):
         both = _seconds(lambda: run(batch).backward(), device)
@@ -154,14 +158,6 @@ def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, floa
     return slowest(statistics.median(computing), device), slowest(
         statistics.median(updating), device
     )
-
-
-def _update_rate(device: torch.device, steps: int) -> float:
-    param = nn.Parameter(torch.randn(_LONG, device=device))
-    optimizer = torch.optim.AdamW([param], fused=True)
-    param.grad = torch.randn_like(param)
-    times = [_seconds(optimizer.step, device) for _ in range(steps + 1)]
-    return _ADAMW_BYTES * _LONG / slowest(statistics.median(times[1:]), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
