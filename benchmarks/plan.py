@@ -197,8 +197,10 @@ def _kernel_of(value: fx.Node) -> fx.Node | None:
 def _value_for(fake: Any) -> Any:
     if not isinstance(fake, Tensor):
         return fake
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    return made.normal_() if made.is_floating_point() else made.zero_()
+    # As many elements as its strides reach; expanded dimensions have none of their own.
+    reach = sum((n - 1) * by for n, by in zip(fake.shape, fake.stride(), strict=True)) + 1
+    values = torch.randn(reach) if fake.is_floating_point() else torch.zeros(reach)
+    return values.to(fake.dtype).as_strided(fake.shape, fake.stride())
 
 
 def _measured(case: Case, batch: Batch, steps: int) -> float:

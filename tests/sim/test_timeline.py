@@ -90,7 +90,9 @@ def test_what_kernels_lose_to_collectives_is_not_hidden(share: float) -> None:
     found = simulate(program, lambda _: 4.0, lambda _: 1.0, Host(contention=share))
     # The second and third gather run behind products.
     assert found.seconds == pytest.approx(1.0 + 6 * 4.0 + share * 2.0)
-    assert found.exposed_seconds == 1.0
+    assert found.compute_seconds == pytest.approx(6 * 4.0)
+    hidden = [1.0 - exposed for _, exposed in found.exposure()]
+    assert hidden == pytest.approx([0.0, 1.0 - share, 1.0 - share])
 
 
 def test_python_delays_kernels_unless_it_runs_ahead_of_them() -> None:

@@ -2,6 +2,6 @@
 
 Composes all other folders; only public names stand above it. Modules: backend, roots, step_guard,
 capture, watch, annotate, reads, partition, segments, inner, quantize, lower; dump, report, predict,
-breaks, measure,
+breaks, measure, trial,
 standalone, plain_ops; joint, rehearsal, views, stacks, planner, choose.
 """

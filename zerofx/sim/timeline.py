@@ -39,8 +39,8 @@ class Span:
 
     Attributes:
         node: what ran.
-        stream: `compute`, `link`, `stall`: a wait at which compute stands still, or `host`: compute
-            stands still for Python.
+        stream: `compute`, `link`, or why compute stands still: `stall`, at a wait; `slow`, what a
+            kernel loses to collectives under way; `host`, for Python.
         begin: when it began.
         end: when it ended.
     """
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def compute_seconds(self) -> float:
-        """Time of all kernels, with what they lose to collectives under way."""
+        """Time of all kernels."""
         return sum(span.end - span.begin for span in self.spans if span.stream == "compute")
 
     @property
@@ -145,9 +145,11 @@ def simulate(program: Program, compute: Seconds, link: Seconds, host: Host = NO_
                 spans.append(Span(node, "stall", now, now + late))
                 now += late
         elif node.op == "call_function" and node.target not in PROGRAM_OPS:
-            end = _end(now, took, link_free, host.contention)
-            spans.append(Span(node, "compute", now, end))
-            now = end
+            lost = _lost(took, link_free - now, host.contention)
+            if lost:
+                spans.append(Span(node, "slow", now, now + lost))
+            spans.append(Span(node, "compute", now + lost, now + lost + took))
+            now += lost + took
         if not host.runs_ahead:
             launched = now
     peak, where = _peak(program)
@@ -170,13 +172,13 @@ def _python(node: fx.Node, took: float, host: Host) -> float:
     return host.kernel if took else 0.0
 
 
-def _end(now: float, took: float, link_free: float, contention: float) -> float:
-    """When a kernel ends that begins now: slower while the link is busy."""
-    slow = max(0.0, link_free - now)
-    done = slow * (1 - contention)
-    if took <= done:
-        return now + took / (1 - contention)
-    return now + slow + took - done
+def _lost(took: float, busy: float, contention: float) -> float:
+    """How much later a kernel ends since the link is busy for another `busy` seconds."""
+    if busy <= 0 or not took:
+        return 0.0
+    if took < busy * (1 - contention):
+        return took / (1 - contention) - took
+    return busy * contention
 
 
 def _peak(program: Program) -> tuple[int, fx.Node | None]:
