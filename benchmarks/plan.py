@@ -29,11 +29,10 @@ from zerofx.cost.machine import Machine
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.planner import Planner
-from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
+from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.frontend.segments import Segment, split
 from zerofx.frontend.trial import measure_machine, slowest
-from zerofx.frontend.views import gathered_before
-from zerofx.ir.program import Program
+from zerofx.frontend.views import Programs, gathered_before
 from zerofx.ir.spec import Region
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.calibrate import calibrate
@@ -41,7 +40,11 @@ from zerofx.runtime.comm import make_comm
 from zerofx.sim.timeline import simulate
 
 Batch = tuple[Tensor, ...]
+Compiled = tuple[fx.Node, Segment, tuple[str, bool], Callable[[list[Any]], Any]]
+"""Last kernel of a segment, the segment, what equal ones share, and how to run it."""
+
 CPU = torch.device("cpu")
+_ROUNDS = 3
 CASES = ("gpt:1", "gpt:2", "gpt:3", "small:3", "cnn:2", "llama:3", "mlp:3", "gpt:3:bfloat16")
 
 
@@ -96,7 +99,7 @@ class Row:
 
     Attributes:
         case: as it was written.
-        measured: median, on the slowest rank.
+        measured: least median of three rounds, on the slowest rank.
         profile: predicted from times of segments.
         roofline: predicted from the roofline.
     """
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the machine, then predict and measure each case; print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", default=CASES, metavar="MODEL:STAGE[:DTYPE]")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=18)
     args = parser.parse_args(argv)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -144,47 +147,60 @@ def _row(text: str, machine: Machine, steps: int) -> Row:
     planner = Planner(build, inputs, case.config, machine, FP32_ADAM, ranks, rows, 0, whole=True)
     times = planner.plan((case.stage,)).stages[case.stage].times
     rehearsal = rehearse_model(build, lambda: inputs(rows, 0), cast=case.dtype)
-    profile = _profiled(case, rehearsal, machine) + times.update
-    return Row(text, _measured(case, batch, steps), slowest(profile, CPU), times.step)
+    programs = rehearsal.programs(case.config, ranks)
+    segments, train = _compiled(programs), _training(case, batch)
+    profiles: list[float] = []
+    found: list[float] = []
+    # In turns, so that whatever else the machine does slows both.
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        profile = _simulated(programs, _profile(segments), machine) + times.update
+        profiles.append(slowest(profile, CPU))
+        dist.barrier()
+        found.append(slowest(_median(train, steps // _ROUNDS), CPU))
+    torch.compiler.reset()
+    return Row(text, min(found), min(profiles), times.step)
 
 
-def _profiled(case: Case, rehearsal: Rehearsal, machine: Machine) -> float:
-    """Seconds of both programs whose segments are compiled and timed one by one."""
-    programs = rehearsal.programs(case.config, dist.get_world_size())
-    seconds = _segments(programs)
+def _simulated(programs: Programs, seconds: dict[fx.Node, float], machine: Machine) -> float:
+    """Seconds of both programs, given those of their segments."""
     already = gathered_before(programs)
     # What launches a kernel is a part of its segment's time.
     host = dataclasses.replace(machine.host, kernel=0.0)
-    total = 0.0
-    for program in programs:
 
-        def on_link(start: fx.Node) -> float:
-            return 0.0 if start in already else machine.link_seconds(start)
+    def on_link(start: fx.Node) -> float:
+        return 0.0 if start in already else machine.link_seconds(start)
 
-        total += simulate(program, lambda node: seconds.get(node, 0.0), on_link, host).seconds
-    return total
+    def compute(node: fx.Node) -> float:
+        return seconds.get(node, 0.0)
+
+    return sum(simulate(program, compute, on_link, host).seconds for program in programs)
 
 
-def _segments(programs: Sequence[Program]) -> dict[fx.Node, float]:
-    """Seconds of each segment, by its last kernel; all ranks take the time at once."""
+def _compiled(programs: Programs) -> list[Compiled]:
+    """Segments that compute, with their last kernels."""
     compiler = SegmentCompiler("inductor", {})
-    compiled: list[tuple[Segment, bool, Callable[[list[Any]], Any]]] = []
+    found: list[Compiled] = []
     for program in programs:
         backward = program.region is Region.BACKWARD
         for piece in split(program.graph):
-            if isinstance(piece, Segment) and piece.outputs:
-                compiled.append((piece, backward, compiler.compile(piece, is_backward=backward)))
-    dist.barrier()
-    known: dict[tuple[str, bool], float] = {}
-    found: dict[fx.Node, float] = {}
-    for piece, backward, run in compiled:
-        kernels = [kernel for out in piece.outputs if (kernel := _kernel_of(out)) is not None]
-        if (piece.key, backward) not in known:
-            values = [_value_for(node.meta["val"]) for node in piece.inputs]
-            known[piece.key, backward] = _median(lambda: run(list(values)), 7)  # noqa: B023
-        if kernels:
-            found[kernels[-1]] = known[piece.key, backward]
+            if not isinstance(piece, Segment):
+                continue
+            kernels = [kernel for out in piece.outputs if (kernel := _kernel_of(out)) is not None]
+            if kernels:
+                run = compiler.compile(piece, is_backward=backward)
+                found.append((kernels[-1], piece, (piece.key, backward), run))
     return found
+
+
+def _profile(segments: Sequence[Compiled]) -> dict[fx.Node, float]:
+    """Seconds of each segment, by its last kernel; equal ones are timed once."""
+    known: dict[tuple[str, bool], float] = {}
+    for _, piece, key, run in segments:
+        if key not in known:
+            values = [_value_for(node.meta["val"]) for node in piece.inputs]
+            known[key] = _median(lambda: run(list(values)), 5)  # noqa: B023
+    return {kernel: known[key] for kernel, _, key, _ in segments}
 
 
 def _kernel_of(value: fx.Node) -> fx.Node | None:
@@ -203,7 +219,8 @@ def _value_for(fake: Any) -> Any:
     return values.to(fake.dtype).as_strided(fake.shape, fake.stride())
 
 
-def _measured(case: Case, batch: Batch, steps: int) -> float:
+def _training(case: Case, batch: Batch) -> Callable[[], None]:
+    """A step, after a few."""
     model = MODELS[case.name]()
     options = {} if case.dtype is None else {"param_dtype": case.dtype}
     step = torch.compile(model, backend=f"zero{case.stage}", options=options)
@@ -216,10 +233,7 @@ def _measured(case: Case, batch: Batch, steps: int) -> float:
 
     for _ in range(3):
         train()
-    dist.barrier()
-    seconds = slowest(_median(train, steps), CPU)
-    torch.compiler.reset()
-    return seconds
+    return train
 
 
 def _median(call: Callable[[], Any], repeats: int) -> float:
