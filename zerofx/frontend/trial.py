@@ -7,11 +7,9 @@ differ in one thing each tell what that thing costs.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -98,12 +96,12 @@ def measure_host(device: torch.device, link: Link, contention: float, steps: int
         device: of this rank.
         link: as measured; its latency is a part of what a collective takes in a step.
         contention: see `Host`.
-        steps: of each model, of which the median counts.
+        steps: of each model, of which the lower quartile counts.
     """
     found = [_train(trial, device, steps) for trial in _TRIALS]
-    counts = np.array([_counts(trial) for trial in _TRIALS], dtype=float)
-    costs = np.linalg.solve(counts, np.array([step for step, _ in found])).clip(0)
-    program, collective, member, kernel = map(float, costs)
+    program, collective, member, kernel = _costs(
+        [_counts(trial) for trial in _TRIALS], [step for step, _ in found]
+    )
     update = max(0.0, (found[-1][1] - found[0][1]) / (_DEEP - _SHALLOW))
     _, wide = _train(_Trial(depth=1, width=_WIDE), device, steps)
     moved = _ADAMW_BYTES * _WIDE**2 / dist.get_world_size()
@@ -117,6 +115,20 @@ def measure_host(device: torch.device, link: Link, contention: float, steps: int
         contention=contention,
         runs_ahead=device.type == "cuda",
     )
+
+
+def _costs(
+    counts: Sequence[tuple[int, int, int, int]], seconds: Sequence[float]
+) -> tuple[float, float, float, float]:
+    """Seconds of a program, a collective, a member and a kernel; none is negative."""
+    (programs, starts, waits, kernels), extra, apart, deep = counts
+    base = seconds[0]
+    kernel = max(0.0, (seconds[1] - base) / (extra[3] - kernels))
+    collective = max(0.0, (seconds[2] - base) / (apart[1] - starts))
+    deeper = seconds[3] - base - kernel * (deep[3] - kernels) - collective * (deep[1] - starts)
+    member = max(0.0, deeper / (deep[2] - waits))
+    rest = base - kernel * kernels - collective * starts - member * waits
+    return max(0.0, rest / programs), collective, member, kernel
 
 
 def _counts(trial: _Trial) -> tuple[int, int, int, int]:
@@ -154,10 +166,13 @@ def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, floa
         optimizer.zero_grad()
         times.append((both, update))
     torch.compiler.reset()
-    computing, updating = zip(*times[3:], strict=True)
-    return slowest(statistics.median(computing), device), slowest(
-        statistics.median(updating), device
-    )
+    computing, updating = (slowest(_typical(each), device) for each in zip(*times[3:], strict=True))
+    return computing, updating
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a step makes it longer, never shorter."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
