@@ -88,8 +88,8 @@ def test_a_measured_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     found = plan["stages"]["2"]
     _, other = _plan(capsys, "--stage", "2", "--world-size", "4")
     # Two programs; at least a gather and a reduction, and both waits of each parameter.
-    assert found["host_seconds"] >= 2 * 1.0 + 2 * 2.0 + 2 * 12 * 3.0
-    assert found["update_seconds"] == pytest.approx(5.0 * 12)
+    assert found["host_seconds"] >= 2 * 1.0 + 2 * 2.0 + 2 * 14 * 3.0
+    assert found["update_seconds"] == pytest.approx(5.0 * 14)
     assert other["stages"]["2"]["host_seconds"] == 0.0
     kept.write_text("{}")
     assert main([*GPT, "--machine", str(kept)]) == 2
@@ -97,8 +97,9 @@ def test_a_measured_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_param_dtype(capsys: pytest.CaptureFixture[str]) -> None:
-    _, plain = _plan(capsys, "--world-size", "64")
-    _, half = _plan(capsys, "--world-size", "64", "--param-dtype", "bfloat16")
+    asked = ("--world-size", "64", "--stage", "2", "--stage", "3")
+    _, plain = _plan(capsys, *asked)
+    _, half = _plan(capsys, *asked, "--param-dtype", "bfloat16")
     psi = plain["num_params"]
     for stage, found in half["stages"].items():
         before = plain["stages"][stage]
