@@ -71,11 +71,16 @@ def _terms(lines: Sequence[Line], lengths: Sequence[int]) -> Terms:
 
 
 def _through(values: NDArray[np.float64], lengths: Sequence[int]) -> Terms:
-    """Coefficients from values `[…, length, (base, slope)]`."""
-    powers = np.vander(np.array(lengths, dtype=float), 3, increasing=True)
-    found = np.linalg.solve(powers, values)
-    # Bytes are whole; what is left of a term that is not there is rounding.
-    return np.round(found, 3).swapaxes(-1, -2).reshape(*values.shape[:-2], 6) + 0.0
+    """Coefficients from values `[…, length, (base, slope)]`, by divided differences.
+
+    Bytes are whole numbers, and so are all steps on the way to whole coefficients: nothing rounds.
+    """
+    (a, b, c), (at_a, at_b, at_c) = lengths, np.moveaxis(values, -2, 0)
+    first, second = (at_b - at_a) / (b - a), (at_c - at_b) / (c - b)
+    square = (second - first) / (c - a)
+    linear = first - square * (a + b)
+    constant = at_a - linear * a - square * a**2
+    return np.stack([constant, linear, square], axis=-1).reshape(*values.shape[:-2], 6)
 
 
 def _largest(points: Terms) -> Any:
