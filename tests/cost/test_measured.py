@@ -68,9 +68,3 @@ def test_two_ranks(stage: int, inner: str) -> None:
     found = max(run_ranks(2, _measured, stage, inner, timeout=220))
     print(stage, inner, wanted, found, wanted / found)
     assert wanted == pytest.approx(found, rel=0.05)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_four_ranks(stage: int) -> None:
-    found = max(run_ranks(4, _measured, stage, "eager", timeout=220))
-    assert predicted(stage, 4, "eager") == pytest.approx(found, rel=0.05)
