@@ -1,19 +1,19 @@
 """Predicted step times beside measured ones, as ratios.
 
     torchrun --nproc-per-node 2 -m benchmarks.plan
-    torchrun --nproc-per-node 2 -m benchmarks.plan --model benchmarks.compare.zoo:Llama
+    torchrun --nproc-per-node 4 -m benchmarks.plan gpt:1 small:3 gpt:3:bfloat16
 
-Every rank calibrates itself right before it measures: how long its compiled segments take, how
-fast its memory and matrix products are, and what a collective costs. Two predictions follow from
-it: one with the times of the segments (a profile), and one with a roofline alone, as `zerofx plan`
-makes it. All ranks calibrate at the same time, as they train at the same time.
+A case is a model, a stage and perhaps a `param_dtype`. The machine is measured first, by all ranks
+at once, as `zerofx bench machine` does. Two predictions follow: one with the times of each case's
+compiled segments (a profile), and one with a roofline alone, as `zerofx plan --machine` makes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,151 +21,209 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from zerofx.config import ZeroConfig
-from zerofx.cost.compute import Roofline
-from zerofx.cost.link import Link
+from benchmarks.compare import zoo
+from zerofx.config import Stage, ZeroConfig
+from zerofx.cost.machine import Machine
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.planner import Machine, Planner
-from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_model
+from zerofx.frontend.planner import Planner
+from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.frontend.segments import Segment, split
-from zerofx.frontend.views import gathered_before
-from zerofx.ir.program import Program
+from zerofx.frontend.trial import measure_machine, slowest
+from zerofx.frontend.views import Programs, gathered_before
 from zerofx.ir.spec import Region
-from zerofx.runtime import collectives
+from zerofx.ir.view import aliased_inputs
+from zerofx.runtime.calibrate import calibrate
 from zerofx.runtime.comm import make_comm
-from zerofx.runtime.speed import measure_roofline, median_seconds
 from zerofx.sim.timeline import simulate
 
 Batch = tuple[Tensor, ...]
-_CPU = torch.device("cpu")
+Compiled = tuple[fx.Node, Segment, tuple[str, bool], Callable[[list[Any]], Any]]
+"""Last kernel of a segment, the segment, what equal ones share, and how to run it."""
+
+CPU = torch.device("cpu")
+_ROUNDS = 3
+CASES = ("gpt:1", "gpt:2", "gpt:3", "small:3", "cnn:2", "llama:3", "mlp:3", "gpt:3:bfloat16")
+
+
+class Mlp(zoo.Workload):
+    """6.3 M parameters, which few samples share: more bytes than arithmetic."""
+
+    num_units = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU()) for _ in range(6))
+        )
+
+    def blocks(self) -> list[torch.nn.Module]:
+        """Each layer."""
+        return list(self.layers)
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Noise."""
+        return (torch.randn(self.num_units, 1024, generator=generator),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of what comes out."""
+        return self.layers(x).square().mean()
+
+
+MODELS: dict[str, Callable[[], zoo.Workload]] = {
+    **zoo.MODELS,
+    "mlp": Mlp,
+    "small": lambda: zoo.Gpt(width=256, depth=4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained: a model of `MODELS`, by a stage, computing in a dtype."""
+
+    name: str
+    stage: Stage
+    dtype: torch.dtype | None
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The options that ranks train with."""
+        return ZeroConfig(stage=self.stage, param_dtype=self.dtype, dump="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One stage; seconds of a step.
+    """One case; seconds of a step.
 
     Attributes:
-        stage: ZeRO stage.
-        measured: median, on the slowest rank.
+        case: as it was written.
+        measured: least median of three rounds, on the slowest rank.
         profile: predicted from times of segments.
         roofline: predicted from the roofline.
     """
 
-    stage: int
+    case: str
     measured: float
     profile: float
     roofline: float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Calibrate, predict, measure, print."""
+    """Measure the machine, then predict and measure each case; print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="benchmarks.compare.zoo:Gpt")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("cases", nargs="*", default=CASES, metavar="MODEL:STAGE[:DTYPE]")
+    parser.add_argument("--steps", type=int, default=18)
     args = parser.parse_args(argv)
-    module, _, name = args.model.partition(":")
-    build: Callable[[], Any] = getattr(importlib.import_module(module), name)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    batch: Batch = build().batch(torch.Generator().manual_seed(dist.get_rank()))
-    rehearsal = rehearse_model(build, lambda: (tuple(map(torch.zeros_like, batch)), {}))
-    machine = Machine("cpu", _roofline(), _link())
-    rows = [_row(stage, build, batch, rehearsal, machine, args.steps) for stage in (1, 2, 3)]
+    group = dist.group.WORLD
+    assert group is not None
+    comm = make_comm(group, CPU, dist.get_world_size())
+    machine = measure_machine(comm, CPU, calibrate(comm, CPU, repeats=3))
+    rows: list[Row] = []
+    for text in args.cases:
+        rows.append(_row(text, machine, args.steps))
+        if dist.get_rank() == 0:
+            last = rows[-1]
+            ratios = f"{last.profile / last.measured:.2f} {last.roofline / last.measured:.2f}"
+            print(f"{text} {1e3 * last.measured:.1f} ms {ratios}", flush=True)
     if dist.get_rank() == 0:
-        _print(args.model, machine, rows)
+        _print(machine, rows)
     dist.destroy_process_group()
 
 
-def _row(
-    stage: int,
-    build: Callable[[], nn.Module],
-    batch: Batch,
-    rehearsal: Rehearsal,
-    machine: Machine,
-    steps: int,
-) -> Row:
-    config = ZeroConfig(stage=stage, dump="")  # pyright: ignore[reportArgumentType]
-    ranks = dist.get_world_size()
-    programs = rehearsal.programs(config, ranks)
-    numel = sum(spec.shard_shape(0).numel() for spec in lay_out(rehearsal.params, config, ranks))
-    profiled = sum(_profiled(program, programs, machine.link) for program in programs)
-    # AdamW reads value, gradient and two moments, and writes all but the gradient; fp32.
-    profiled = _slowest(profiled + 7 * 4 * numel / machine.roofline.bytes_per_second)
+def _row(text: str, machine: Machine, steps: int) -> Row:
+    name, stage, *dtype = text.split(":")
+    case = Case(name, int(stage), getattr(torch, dtype[0]) if dtype else None)  # pyright: ignore[reportArgumentType]
+    build, ranks = MODELS[name], dist.get_world_size()
+    batch: Batch = build().batch(torch.Generator().manual_seed(dist.get_rank()))
 
     def inputs(size: int, length: int) -> tuple[Batch, dict[str, Tensor]]:
         return tuple(value.new_zeros((size, *value.shape[1:])) for value in batch), {}
 
     rows = batch[0].shape[0]
-    planner = Planner(build, inputs, config, machine, FP32_ADAM, ranks, rows, 0, whole=True)
-    roofline = planner.plan((stage,)).stages[stage].times.step
-    return Row(stage, _measured(stage, build(), batch, steps), profiled, roofline)
+    planner = Planner(build, inputs, case.config, machine, FP32_ADAM, ranks, rows, 0, whole=True)
+    times = planner.plan((case.stage,)).stages[case.stage].times
+    rehearsal = rehearse_model(build, lambda: inputs(rows, 0), cast=case.dtype)
+    programs = rehearsal.programs(case.config, ranks)
+    segments, train = _compiled(programs), _training(case, batch)
+    profiles: list[float] = []
+    found: list[float] = []
+    # In turns, so that whatever else the machine does slows both.
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        profile = _simulated(programs, _profile(segments), machine) + times.update
+        profiles.append(slowest(profile, CPU))
+        dist.barrier()
+        found.append(slowest(_median(train, steps // _ROUNDS), CPU))
+    torch.compiler.reset()
+    return Row(text, min(found), min(profiles), times.step)
 
 
-def _profiled(program: Program, programs: tuple[Program, Program], link: Link) -> float:
-    """Seconds of a program whose segments are compiled and timed one by one."""
-    compiler = SegmentCompiler("inductor", {})
-    seconds: dict[fx.Node, float] = {}
-    backward = program.region is Region.BACKWARD
-    times: dict[str, float] = {}
-    for piece in split(program.graph):
-        if isinstance(piece, Segment) and piece.outputs:
-            run = compiler.compile(piece, is_backward=backward)
-            if piece.key not in times:
-                times[piece.key] = _segment_seconds(piece, run)
-            seconds[piece.outputs[-1]] = times[piece.key]
+def _simulated(programs: Programs, seconds: dict[fx.Node, float], machine: Machine) -> float:
+    """Seconds of both programs, given those of their segments."""
     already = gathered_before(programs)
+    # What launches a kernel is a part of its segment's time.
+    host = dataclasses.replace(machine.host, kernel=0.0)
 
     def on_link(start: fx.Node) -> float:
-        return 0.0 if start in already else link.seconds(start)
+        return 0.0 if start in already else machine.link_seconds(start)
 
-    return simulate(program, lambda node: seconds.get(node, 0.0), on_link).seconds
+    def compute(node: fx.Node) -> float:
+        return seconds.get(node, 0.0)
+
+    return sum(simulate(program, compute, on_link, host=host).seconds for program in programs)
 
 
-def _segment_seconds(segment: Segment, run: Callable[[list[Any]], Any]) -> float:
-    values = [_value_for(node.meta["val"]) for node in segment.inputs]
-    return median_seconds(lambda: run(list(values)), _CPU)
+def _compiled(programs: Programs) -> list[Compiled]:
+    """Segments that compute, with their last kernels."""
+    compiler = SegmentCompiler("inductor", {})
+    found: list[Compiled] = []
+    for program in programs:
+        backward = program.region is Region.BACKWARD
+        for piece in split(program.graph):
+            if not isinstance(piece, Segment):
+                continue
+            kernels = [kernel for out in piece.outputs if (kernel := _kernel_of(out)) is not None]
+            if kernels:
+                run = compiler.compile(piece, is_backward=backward)
+                found.append((kernels[-1], piece, (piece.key, backward), run))
+    return found
+
+
+def _profile(segments: Sequence[Compiled]) -> dict[fx.Node, float]:
+    """Seconds of each segment, by its last kernel; equal ones are timed once."""
+    known: dict[tuple[str, bool], float] = {}
+    for _, piece, key, run in segments:
+        if key not in known:
+            values = [_value_for(node.meta["val"]) for node in piece.inputs]
+            known[key] = _median(lambda: run(list(values)), 5)  # noqa: B023
+    return {kernel: known[key] for kernel, _, key, _ in segments}
+
+
+def _kernel_of(value: fx.Node) -> fx.Node | None:
+    """Who wrote the memory of a segment's output; `None` if it is a view of an input."""
+    while sources := aliased_inputs(value):
+        value = sources[0]
+    return value if value.op == "call_function" else None
 
 
 def _value_for(fake: Any) -> Any:
     if not isinstance(fake, Tensor):
         return fake
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    return made.normal_() if made.is_floating_point() else made.zero_()
+    # As many elements as its strides reach; expanded dimensions have none of their own.
+    reach = sum((n - 1) * by for n, by in zip(fake.shape, fake.stride(), strict=True)) + 1
+    values = torch.randn(reach) if fake.is_floating_point() else torch.zeros(reach)
+    return values.to(fake.dtype).as_strided(fake.shape, fake.stride())
 
 
-def _roofline() -> Roofline:
-    mine = measure_roofline(_CPU)
-    return Roofline(1 / _slowest(1 / mine.flops), 1 / _slowest(1 / mine.bytes_per_second))
-
-
-def _link() -> Link:
-    group = dist.group.WORLD
-    assert group is not None
-    comm = make_comm(group, _CPU, dist.get_world_size())
-
-    def gather(numel: int) -> float:
-        full = torch.zeros(numel * comm.size)
-        chunk = full.chunk(comm.size)[comm.rank].clone()
-
-        def once() -> None:
-            pending = collectives.all_gather([full], [chunk], comm, 1)
-            for work in pending.works:
-                work.wait()
-
-        return _slowest(median_seconds(once, _CPU))
-
-    small, large = 1 << 8, 1 << 21
-    short, long = gather(small), gather(large)
-    share = comm.size - 1
-    rate = 4 * share * (large - small) / max(1e-9, long - short)
-    return Link(rate, max(0.0, short - 4 * share * small / rate))
-
-
-def _measured(stage: int, model: nn.Module, batch: Batch, steps: int) -> float:
-    step = torch.compile(model, backend=f"zero{stage}")
+def _training(case: Case, batch: Batch) -> Callable[[], None]:
+    """A step, after a few."""
+    model = MODELS[case.name]()
+    options = {} if case.dtype is None else {"param_dtype": case.dtype}
+    step = torch.compile(model, backend=f"zero{case.stage}", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def train() -> None:
@@ -175,30 +233,31 @@ def _measured(stage: int, model: nn.Module, batch: Batch, steps: int) -> float:
 
     for _ in range(3):
         train()
-    dist.barrier()
-    seconds = _slowest(median_seconds(train, _CPU, steps))
-    torch.compiler.reset()
-    return seconds
+    return train
 
 
-def _slowest(seconds: float) -> float:
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value)
+def _median(call: Callable[[], Any], repeats: int) -> float:
+    call()
+    times: list[float] = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
-def _print(model: str, machine: Machine, rows: Sequence[Row]) -> None:
-    table = Table("stage", "measured", "by profile", "by roofline", box=None)
-    for row in rows:
-        ratios = [f"{value / row.measured:.2f}" for value in (row.profile, row.roofline)]
-        table.add_row(f"zero{row.stage}", f"{1e3 * row.measured:.1f} ms", *ratios)
-    roofline, link = machine.roofline, machine.link
-    head = (
-        f"{model}, {dist.get_world_size()} ranks; predictions as a share of what was measured. "
-        f"{roofline.flops / 1e9:.0f} GFLOPS, memory {roofline.bytes_per_second / 1e9:.1f} GB/s, "
-        f"link {link.bytes_per_second / 1e9:.2f} GB/s and {1e6 * link.latency:.0f} µs"
+def _print(machine: Machine, rows: Sequence[Row]) -> None:
+    table = Table("case", "measured", "by profile", "by roofline", box=None)
+    ratios = [[row.profile / row.measured, row.roofline / row.measured] for row in rows]
+    for row, pair in zip(rows, ratios, strict=True):
+        table.add_row(row.case, f"{1e3 * row.measured:.1f} ms", *(f"{value:.2f}" for value in pair))
+    medians = [statistics.median(column) for column in zip(*ratios, strict=True)]
+    table.add_row("median", "", *(f"{value:.2f}" for value in medians))
+    Console(width=120).print(
+        f"{dist.get_world_size()} ranks; predictions as a share of what was measured.\n"
+        f"{machine.roofline}\n{machine.link}\n{machine.reductions}\n{machine.host}",
+        table,
     )
-    Console().print(head, table)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -12,14 +13,15 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from zerofx.cli.main import main
+from zerofx.cost.machine import loads_machine
 from zerofx.cost.tables import loads
 
 
-def _bench(cache: str, *argv: str) -> tuple[int, str]:
+def _bench(cache: str, *argv: str, what: str = "comm") -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setenv("ZEROFX_CACHE", f"{cache}/{dist.get_rank()}")
         sizes = ["--size", "4KiB", "--size", "64KiB", "--repeats", "1"]
-        return main(["bench", "comm", *sizes, *argv]), out.getvalue()
+        return main(["bench", what, *sizes, *argv]), out.getvalue()
 
 
 def test_rank_0_keeps_what_all_measured(tmp_path: Path) -> None:
@@ -37,6 +39,23 @@ def test_as_data_and_forgotten(tmp_path: Path) -> None:
     assert (code, other) == (0, (0, ""))
     assert loads(said).costs
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_machine_is_measured_and_kept(tmp_path: Path) -> None:
+    steps = ("--steps", "2")
+    (code, said), other = run_ranks(2, _bench, str(tmp_path), *steps, what="machine", timeout=120)
+    assert (code, other) == (0, (0, ""))
+    (kept,) = tmp_path.rglob("*.json")
+    machine = loads_machine(kept.read_text())
+    assert kept.parent.name == "machine" and kept.stem in said
+    assert machine.measured and machine.device == "cpu" and machine.reductions is not None
+    assert machine.roofline.flops > 1e8 and machine.roofline.bytes_per_second > 1e7
+    host = dataclasses.asdict(machine.host)
+    assert not host.pop("runs_ahead")
+    assert all(value >= 0 for value in host.values()) and host["contention"] <= 1
+    # Two programs, collectives and their members are not free, however the cost is split.
+    assert host["program"] + host["collective"] + host["member"] > 1e-6
+    assert host["update_rate"] > 1e6
 
 
 def test_without_ranks_there_is_nothing_to_measure(

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from zerofx.cli.main import main
+from zerofx.cost.compute import Roofline
+from zerofx.cost.host import Host
+from zerofx.cost.link import Link
+from zerofx.cost.machine import Machine, loads_machine
 
 GPT = ["plan", "benchmarks.accounting:Gpt(depth=2)", "--batch", "2", "--length", "32"]
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -72,6 +76,38 @@ def test_the_largest_batch_is_the_largest(capsys: pytest.CaptureFixture[str]) ->
         _, at = _plan(capsys, "--memory", "80MB", "--stage", "3", "--batch", str(batch))
         peaks.append(at["stages"]["3"]["peak_bytes"])
     assert peaks[0] <= 80e6 < peaks[1]
+
+
+def test_a_measured_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kept = tmp_path / "machine.json"
+    host = Host(program=1.0, collective=2.0, member=3.0, update=5.0, update_rate=1e30)
+    machine = Machine("cpu", Roofline(1e30, 1e30), Link(1e30, 0.0), host=host)
+    kept.write_text(machine.dumps())
+    assert loads_machine(kept.read_text()) == machine
+    _, plan = _plan(capsys, "--machine", str(kept), "--stage", "2", "--world-size", "4")
+    found = plan["stages"]["2"]
+    _, other = _plan(capsys, "--stage", "2", "--world-size", "4")
+    # Two programs; at least a gather and a reduction, and both waits of each parameter.
+    assert found["host_seconds"] >= 2 * 1.0 + 2 * 2.0 + 2 * 14 * 3.0
+    assert found["update_seconds"] == pytest.approx(5.0 * 14)
+    assert other["stages"]["2"]["host_seconds"] == 0.0
+    kept.write_text("{}")
+    assert main([*GPT, "--machine", str(kept)]) == 2
+    assert "zerofx bench machine" in capsys.readouterr().err
+
+
+def test_param_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--world-size", "64", "--stage", "2", "--stage", "3")
+    _, plain = _plan(capsys, *asked)
+    _, half = _plan(capsys, *asked, "--param-dtype", "bfloat16")
+    psi = plain["num_params"]
+    for stage, found in half["stages"].items():
+        before = plain["stages"][stage]
+        assert found["sent_bytes"] == pytest.approx(before["sent_bytes"] / 2, rel=0.01)
+        assert found["optimizer"] == pytest.approx(before["optimizer"], rel=0.01)
+    # A resident copy in two bytes a parameter, and fp32 shards beside it.
+    assert half["stages"]["2"]["params"] == pytest.approx(2 * psi + 4 * psi / 64, rel=0.02)
+    assert half["stages"]["3"]["params"] == plain["stages"]["3"]["params"]
 
 
 def _examples() -> list[tuple[str, str]]:

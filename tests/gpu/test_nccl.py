@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +71,20 @@ def test_nccl_at_world_size_one(stage: int, inner: str) -> None:
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
+
+
+def test_events_time_a_program(tmp_path: Path) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = make("gpt", torch.float32).cuda()
+        options = {"inner": "eager", "dump": str(tmp_path), "measure": 1}
+        losses(model, torch.compile(model, backend="zero3", options=options), 0)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+    for region in ("forward", "backward"):
+        (path,) = tmp_path.glob(f"graph0/{region}/measured.json")
+        found = json.loads(path.read_text())
+        spans = [span for span in found["spans"] if span["stream"] == "compute"]
+        assert spans and found["seconds"] > 0
+        assert all(0 <= span["begin"] <= span["end"] <= found["seconds"] for span in spans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from tests.hand_program import Hand
 from tests.passes.golden import apply
 from tests.program_builder import layout_of, specs_of
 from zerofx.cost.compute import Roofline, moved_bytes, num_flops
+from zerofx.cost.host import Host
 from zerofx.ir import ops
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -79,6 +81,37 @@ def test_what_of_a_collective_is_exposed(link: float) -> None:
     assert len(shares) == 6 and shares[0] == link, "nothing is computed before the first gather"
     assert all(0 <= seconds <= link for seconds in shares)
     assert sum(shares) == pytest.approx(found.seconds - found.compute_seconds)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_what_kernels_lose_to_collectives_is_not_hidden(share: float) -> None:
+    program = chain([4, 4, 4])
+    apply(program, Schedule())
+    found = simulate(program, lambda _: 4.0, lambda _: 1.0, host=Host(contention=share))
+    # The second and third gather run behind products.
+    assert found.seconds == pytest.approx(1.0 + 6 * 4.0 + share * 2.0)
+    assert found.compute_seconds == pytest.approx(6 * 4.0)
+    hidden = [1.0 - exposed for _, exposed in found.exposure()]
+    assert hidden == pytest.approx([0.0, 1.0 - share, 1.0 - share])
+
+
+def test_python_delays_kernels_unless_it_runs_ahead_of_them() -> None:
+    program, host = chain([4, 4, 4]), Host(program=5.0, collective=2.0, member=1.0, kernel=0.5)
+    python = 5.0 + 3 * (2.0 + 1.0) + 6 * 0.5
+    found = simulate(program, lambda _: 1.0, lambda _: 1.0, host=host)
+    # A collective is under way while its wait is being reached.
+    assert found.seconds == pytest.approx(python + 6.0 + found.exposed_seconds)
+    assert found.host_seconds == pytest.approx(python)
+    ahead = dataclasses.replace(host, runs_ahead=True)
+    slow = simulate(program, lambda _: 100.0, lambda _: 1.0, host=ahead)
+    assert slow.host_seconds == pytest.approx(5.0 + 2.0 + 1.0 + 0.5), "before the first kernel"
+    fast = simulate(program, lambda _: 0.01, lambda _: 0.01, host=ahead)
+    assert fast.seconds == pytest.approx(python, abs=0.1)
+
+
+def test_a_gather_that_sends_nothing_costs_no_python() -> None:
+    found = simulate(chain([4, 4]), lambda _: 1.0, lambda _: 0.0, host=Host(collective=2.0))
+    assert found.host_seconds == 0.0
 
 
 def test_peak_counts_gathered_values_until_their_free_and_others_until_their_last_reader() -> None:

@@ -1,10 +1,11 @@
-"""`zerofx bench comm`: what collectives cost here, measured and kept."""
+"""`zerofx bench`: what collectives, kernels and Python cost here, measured and kept."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 
@@ -15,35 +16,48 @@ from rich.table import Table
 from zerofx.cli import units
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
+from zerofx.cost.link import Link
+from zerofx.cost.machine import Machine
 from zerofx.cost.tables import CommTable
 from zerofx.errors import ConfigError
+from zerofx.frontend.trial import measure_machine
 from zerofx.runtime.calibrate import DTYPES, SIZES, algorithms_of, calibrate
 from zerofx.runtime.comm import Comm, make_comm
-from zerofx.runtime.network import ranks_of_a_node, save_table
+from zerofx.runtime.network import ranks_of_a_node, save_machine, save_table
 
 _REMEDY = "start it under torchrun: torchrun --nproc-per-node 2 -m zerofx bench comm"
+_STEPS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add = parser.add_argument
-    add("what", choices=("comm",), help="collectives between the ranks that torchrun started")
+    add("what", choices=("comm", "machine"), help="collectives; or all that predictions stand on")
     add("--ranks-per-node", type=int, metavar="N", help="by default what torchrun started")
     add("--size", type=units.size, action="append", help="full size of a transfer; repeatable")
     add("--repeats", type=int, default=5, help="calls of each, of which the median counts (5)")
-    add("--forget", action="store_true", help="only print: do not keep the table")
+    add("--steps", type=int, default=_STEPS, help="of small models, for `machine` (20)")
+    add("--forget", action="store_true", help="only print: do not keep what was measured")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Measure on all ranks; rank 0 keeps the table and prints it."""
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats {args.repeats} is not allowed", "use at least 1")
+    for name in ("repeats", "steps"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} is not allowed", "use at least 1")
     with _world() as device:
         group = dist.group.WORLD
         assert group is not None
         local = ranks_of_a_node(args.ranks_per_node, dist.get_world_size())
         comm = make_comm(group, device, local)
         table = _measure(args, comm, device, progress)
+        if args.what == "machine":
+            progress.step("training small models")
+            machine = measure_machine(comm, device, table, args.steps)
+            if comm.rank:
+                return Answer(None, (), silent=True)
+            where = "not kept" if args.forget else f"kept in {save_machine(machine, table)}"
+            return Answer(dataclasses.asdict(machine), (_show_machine(machine), f"{where}\n"))
         if comm.rank:
             return Answer(None, (), silent=True)
         where = "not kept" if args.forget else f"kept in {save_table(table)}"
@@ -85,6 +99,36 @@ def _world() -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
+def _show_machine(machine: Machine) -> Table:
+    roofline, host = machine.roofline, machine.host
+    gathers, reductions = machine.link, machine.reductions or machine.link
+    out = Table(title="of one rank, while all work", show_header=False)
+    for name, value in (
+        ("matrix products, fp32", f"{roofline.flops / 1e9:.3g} GFLOP/s"),
+        ("memory", f"{units.show_bytes(roofline.bytes_per_second)}/s"),
+        ("gathers", _show_link(gathers)),
+        ("reductions", _show_link(reductions)),
+        ("kernels lose to a collective", f"{host.contention:.0%} of its time"),
+        ("Python: a program", units.show_seconds(host.program)),
+        ("a collective", units.show_seconds(host.collective)),
+        ("a member of one", units.show_seconds(host.member)),
+        ("a kernel", units.show_seconds(host.kernel)),
+        ("a parameter in the optimizer's step", units.show_seconds(host.update)),
+        ("the optimizer's kernels", f"{units.show_bytes(host.update_rate)}/s"),
+    ):
+        out.add_row(name, value)
+    return out
+
+
+def _show_link(link: Link) -> str:
+    rate = (
+        "no limit"
+        if math.isinf(link.bytes_per_second)
+        else f"{units.show_bytes(link.bytes_per_second)}/s"
+    )
+    return f"{units.show_seconds(link.latency)} and {rate}"
+
+
 def _show(table: CommTable) -> Table:
     best = table.algorithms()
     chosen = {"all_gather": best.all_gather, "reduce_scatter": best.reduce_scatter}
@@ -104,4 +148,4 @@ def _show(table: CommTable) -> Table:
     return out
 
 
-COMMAND = Command("bench", "measure what collectives cost here", configure, run)
+COMMAND = Command("bench", "measure what collectives and steps cost here", configure, run)

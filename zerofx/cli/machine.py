@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 from zerofx.cli import units
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
+from zerofx.cost.machine import loads_machine
 from zerofx.errors import ConfigError
 from zerofx.frontend.planner import DATACENTER_GPU, Machine
 
@@ -20,6 +22,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=int, metavar="W", help="ranks (8)")
     add("--memory", type=units.size, metavar="SIZE", help="of a device, as 80GB: what fits?")
     add("--device", choices=("cuda", "cpu"), help="whose collectives (cuda)")
+    add("--machine", metavar="FILE", help="what `zerofx bench machine` measured and kept")
     add("--flops", type=units.speed, help="of a device (400T)")
     add("--bandwidth", type=units.rate, help="of its memory (2TB/s)")
     add("--link", type=units.rate, metavar="RATE", help="a rank's, as 100gbit (25GB/s)")
@@ -27,20 +30,37 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) -> Machine:
-    """What was said, and `otherwise` for what was not."""
-    roofline, link = otherwise.roofline, otherwise.link
-    machine = dataclasses.replace(
-        otherwise,
-        device=args.device or otherwise.device,
+    """What was said; else what `--machine` says, and `otherwise` for what nobody says.
+
+    Raises:
+        ConfigError: the file of `--machine` cannot be read.
+    """
+    found = otherwise if args.machine is None else _read(Path(args.machine))
+    roofline, link = found.roofline, found.link
+    said = args.link is not None or args.latency is not None
+    return dataclasses.replace(
+        found,
+        device=args.device or found.device,
         roofline=Roofline(
             args.flops or roofline.flops, args.bandwidth or roofline.bytes_per_second
         ),
+        link=Link(
+            args.link or link.bytes_per_second,
+            link.latency if args.latency is None else args.latency,
+        ),
+        reductions=None if said else found.reductions,
+        measured=found.measured and not said,
     )
-    if args.link is None and args.latency is None:
-        return machine
-    latency = link.latency if args.latency is None else args.latency
-    said = Link(args.link or link.bytes_per_second, latency)
-    return dataclasses.replace(machine, link=said, reductions=None, measured=False)
+
+
+def _read(path: Path) -> Machine:
+    try:
+        return loads_machine(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--machine {path}: {error}",
+            "make the file with torchrun --nproc-per-node 2 -m zerofx bench machine",
+        ) from error
 
 
 def num_ranks_of(args: argparse.Namespace, otherwise: int = 8) -> int:

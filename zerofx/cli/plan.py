@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_of
@@ -11,10 +14,13 @@ from zerofx.cli.plan_text import Question, as_data, as_text, best_stage
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
 from zerofx.config import ZeroConfig
+from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.memory import FP32_ADAM, MIXED_ADAM
+from zerofx.errors import UnsupportedError
 from zerofx.frontend.planner import Planner
 
 _PRECISIONS = {each.name: each for each in (FP32_ADAM, MIXED_ADAM)}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _MOST_BATCH = 1 << 20
 
 
@@ -41,6 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
     add("--precision", choices=tuple(_PRECISIONS), default="fp32", help="fp32, or 16-bit with fp32")
     add("--stage", type=int, choices=(0, 1, 2, 3), action="append", help="only these; repeatable")
+    add("--param-dtype", choices=sorted(_DTYPES), help="as the option param_dtype")
+    add("--formula", action="store_true", help="peak memory as an expression in B and S too")
     add("--whole", action="store_true", help="trace a deep model whole, not two depths of it")
 
 
@@ -63,9 +71,11 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         whole=args.whole,
         say=progress.step,
     )
-    plan = planner.plan(tuple(sorted(set(args.stage or (0, 1, 2, 3)))))
+    stages = tuple(sorted(set(args.stage or (0, 1, 2, 3))))
+    plan = planner.plan(stages)
+    formulas = _closed_forms(planner, stages) if args.formula else {}
     asked = Question(
-        target.text, num_ranks, args.batch, args.length, args.memory, precision, config
+        target.text, num_ranks, args.batch, args.length, args.memory, precision, config, formulas
     )
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
@@ -85,8 +95,19 @@ def _config(args: argparse.Namespace) -> ZeroConfig:
         quantize=args.quantize,
         quantize_weights=args.quantize_weights,
         quantize_gradients=gradients,
+        param_dtype=_DTYPES.get(args.param_dtype),
         **more,
     )
+
+
+def _closed_forms(planner: Planner, stages: Sequence[int]) -> dict[int, Any]:
+    try:
+        return planner.closed_forms(stages)
+    except NotAlikeError as error:
+        raise UnsupportedError(
+            f"--formula: other lengths give other programs ({error})",
+            "leave --formula out, and ask for each length",
+        ) from error
 
 
 COMMAND = Command("plan", "what a model holds, sends and takes at each stage", configure, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -14,9 +15,6 @@ from zerofx.cli.units import show_bytes, show_count, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import Precision
 from zerofx.frontend.planner import Plan, StagePlan
-
-B: Any = sympy.Symbol("B", positive=True)
-"""Micro-batch size of a rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +29,7 @@ class Question:
         memory_bytes: of a device; `None` if nobody asks whether it fits.
         precision: of parameters and optimizer.
         config: the options but for the stage.
+        formulas: peak memory of each stage in batch size and length, if that was asked for.
     """
 
     target: str
@@ -40,6 +39,7 @@ class Question:
     memory_bytes: int | None
     precision: Precision
     config: ZeroConfig
+    formulas: Mapping[int, Any] = dataclasses.field(default_factory=dict[int, Any])
 
 
 def best_stage(plan: Plan, asked: Question) -> int | None:
@@ -92,6 +92,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
         _table(plan, asked),
         "\n".join(notes),
         _formulas(plan, asked),
+        *_peaks(asked),
         _advice(plan, asked),
     )
 
@@ -112,6 +113,8 @@ def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
         "step_seconds": plan.times.step,
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(plan.times).items()},
     }
+    if plan.stage in asked.formulas:
+        out["peak_formula"] = str(asked.formulas[plan.stage])
     if asked.memory_bytes is not None:
         out["largest_batch"] = plan.forecast.largest_batch(asked.memory_bytes)
     return out
@@ -153,6 +156,12 @@ def _formulas(plan: Plan, asked: Question) -> str:
         total = sympy.expand(states.total)
         lines.append(f"  zero{stage}  states {total}, activations {linear}, sent {sent}")
     return "\n".join(lines)
+
+
+def _peaks(asked: Question) -> Iterator[str]:
+    if asked.formulas:
+        lines = [f"  zero{stage}  {formula}" for stage, formula in sorted(asked.formulas.items())]
+        yield "\n".join(["peak bytes in the batch size B and the length S:", *lines])
 
 
 def _advice(plan: Plan, asked: Question) -> str:

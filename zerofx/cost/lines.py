@@ -57,7 +57,7 @@ def line_through(one: Curve, batch: int, other: Curve, other_batch: int) -> Line
     Raises:
         NotAlikeError: they are curves of different programs.
     """
-    _check_alike(one.nodes, other.nodes)
+    check_alike(one.nodes, other.nodes)
     slope = (other.live - one.live) / (other_batch - batch)
     return Line(one.nodes, one.blocks, one.live - batch * slope, slope)
 
@@ -98,7 +98,7 @@ def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int], *, few_gra
 
 
 def _between(shallow: Line, deeper: Line, grown: float) -> Line:
-    _check_alike(shallow.nodes, deeper.nodes)
+    check_alike(shallow.nodes, deeper.nodes)
     return dataclasses.replace(
         shallow,
         base=shallow.base + grown * (deeper.base - shallow.base),
@@ -110,7 +110,12 @@ def _cut(line: Line, part: slice) -> Line:
     return Line(line.nodes[part], line.blocks[part], line.base[part], line.slope[part])
 
 
-def _check_alike(one: Iterable[str], other: Iterable[str]) -> None:
+def check_alike(one: Iterable[str], other: Iterable[str]) -> None:
+    """Compare names of nodes, whose numbers do not count.
+
+    Raises:
+        NotAlikeError: they are of different programs.
+    """
     left, right = [list(map(_kind, names)) for names in (one, other)]
     if left != right:
         raise NotAlikeError(f"{len(left)} and {len(right)} nodes, or other ones")

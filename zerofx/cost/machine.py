@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 from torch import fx
 
 from zerofx.cost.comm import algorithms_for
 from zerofx.cost.compute import Roofline
+from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.link import Link
 from zerofx.cost.liveness import Transport
 from zerofx.cost.tables import CommTable
@@ -36,6 +39,7 @@ class Machine:
         link: between ranks.
         reductions: the same link, as reductions find it; by default `link`.
         measured: whether the link was measured there.
+        host: of one rank.
     """
 
     device: str
@@ -43,6 +47,7 @@ class Machine:
     link: Link
     reductions: Link | None = None
     measured: bool = False
+    host: Host = NO_HOST
 
     @property
     def transport(self) -> Transport:
@@ -80,6 +85,30 @@ class Machine:
             return 0.0
         moved = sum(map(operand_bytes, kernels_at(program, node)))
         return moved / self.roofline.bytes_per_second
+
+    def dumps(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def loads_machine(text: str) -> Machine:
+    """Read what `Machine.dumps` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        data: dict[str, Any] = json.loads(text)
+        link, reductions = Link(**data.pop("link")), data.pop("reductions")
+        return Machine(
+            roofline=Roofline(**data.pop("roofline")),
+            link=link,
+            reductions=Link(**reductions) if reductions else None,
+            host=Host(**data.pop("host")),
+            **data,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no description of a machine: {error}") from error
 
 
 def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:

@@ -107,18 +107,23 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
     params = grads = optimizer = 0
     for spec in specs:
         own = spec.shard_shape(0).numel()
-        if not spec.layout.sharded:
-            held = spec.numel
-        elif spec.layout.resident:
-            held = spec.padded_numel
-        else:
-            held = spec.chunk_rows * spec.row_numel
-        params += held * spec.dtype.itemsize + spec.secondary_bytes
+        params += _held_bytes(spec) + spec.secondary_bytes
         if spec.trainable:
             grads += own * spec.dtype.itemsize
             moments = 2 * spec.dtype.itemsize
             optimizer += own * (precision.optimizer if precision.name == "mixed" else moments)
     return States(params, grads, optimizer)
+
+
+def _held_bytes(spec: ParamSpec) -> int:
+    """Of a parameter's values between steps."""
+    if not spec.layout.sharded:
+        return spec.numel * spec.dtype.itemsize
+    shard = spec.chunk_rows * spec.row_numel * spec.dtype.itemsize
+    if not spec.layout.resident:
+        return shard
+    # A resident copy in another dtype lies beside the shard; else the shard is a part of it.
+    return spec.full_bytes + (shard if spec.full_dtype is not spec.dtype else 0)
 
 
 def wire_formula(

@@ -13,7 +13,14 @@ from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.dump import Reader
 from zerofx.frontend.planner import Machine, resident_of, update_seconds
 from zerofx.frontend.rehearsal import Rehearsal, lay_out
-from zerofx.frontend.views import Programs, Times, gathered_before, sent_bytes, timelines
+from zerofx.frontend.views import (
+    Programs,
+    Times,
+    gathered_before,
+    sent_bytes,
+    timelines,
+    times_of,
+)
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import REDUCE_START, UNSHARD_START, keeps_codes
@@ -113,18 +120,15 @@ def outcome_of(
 ) -> Outcome:
     """What these programs do."""
     machine, fused = setting.machine, setting.config.inner == "inductor"
-    compute = total = 0.0
-    for both in programs:
-        for timeline in timelines(both, machine, fused=fused):
-            compute += timeline.compute_seconds
-            total += timeline.seconds
+    each_program = (t for both in programs for t in timelines(both, machine, fused=fused))
+    times = times_of(each_program)
     params = _all_params(rehearsals)
     gathers = [start for forward, _ in programs for start in forward.calls(UNSHARD_START)]
     coded = any(map(keeps_codes, gathers))
     laid = lay_out(params, setting.config, setting.num_ranks, codes_are_kept=coded)
     buffers = max((each.buffer_bytes for each in rehearsals), default=0)
     resident = resident_of(laid, FP32_ADAM, buffers, machine.transport)
-    update = update_seconds(laid, resident, machine.roofline)
+    update = update_seconds(laid, resident, machine)
     peaks: list[Peak] = []
     earlier = 0  # what the graphs before this one keep for their backward
     for forward, backward in programs:
@@ -141,7 +145,7 @@ def outcome_of(
         peaks.append(peak)
         earlier += sum(held.values.values())
     return Outcome(
-        Times(compute, total - compute, update),
+        dataclasses.replace(times, update=update),
         max(peaks, key=lambda peak: peak.total),
         sum(sent for sent, _ in map(sent_bytes, programs)),
         sum(map(_num_sending, programs)),

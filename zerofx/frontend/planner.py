@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
-from zerofx.cost.compute import Roofline
 from zerofx.cost.forecast import Forecast, Resident
 from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.liveness import Transport
 from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision, states
+from zerofx.cost.surface import peak_expression
 from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, Traffic, View, grow, look
@@ -126,7 +126,7 @@ class Planner:
         self.say("building the model")
         with fake_mode():
             model = self._model(0)
-        params = describe_params(model)
+        params = describe_params(model, self.config.param_dtype)
         depth = 0 if self.whole else stack_depth(model)
         buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
         few = self._settled(params, depth) if depth else 0
@@ -147,6 +147,23 @@ class Planner:
         }
         num_params = sum(spec.numel for spec in params)
         return Plan(num_params, depth if blocks else 0, blocks[:2] if blocks else (), plans)
+
+    def closed_forms(self, stages: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Any]:
+        """Peak memory of each stage in batch size and length (`zerofx.cost.surface`).
+
+        Raises:
+            NotAlikeError: the programs depend on the length by more than their shapes.
+            UnsupportedError: the model does not trace as one graph.
+        """
+        step = max(2, self.length // 4)
+        plans: dict[int, Plan] = {}
+        for length in (self.length, self.length + step, self.length + 2 * step):
+            self.say(f"length {length}")
+            plans[length] = dataclasses.replace(self, length=length).plan(stages)
+        return {
+            stage: peak_expression({s: plan.stages[stage].forecast for s, plan in plans.items()})
+            for stage in stages
+        }
 
     def _settled(self, params: Sequence[ParamSpec], depth: int) -> int:
         """Blocks that a shallow model needs for as much to be in flight as in the whole one.
@@ -192,7 +209,7 @@ class Planner:
             self.say(f"tracing {where} at batch size {size}")
             model = functools.partial(self._model, depth)
             inputs = functools.partial(self.inputs, size, self.length)
-            rehearsals.append(rehearse_model(model, inputs, config.inner))
+            rehearsals.append(rehearse_model(model, inputs, config.inner, config.param_dtype))
         views: dict[int, View] = {}
         for stage in stages:
             self.say(f"running the passes of stage {stage} on {where}")
@@ -234,7 +251,7 @@ class Planner:
             # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
             resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
-        update = update_seconds(laid, resident, self.machine.roofline)
+        update = update_seconds(laid, resident, self.machine)
         times = dataclasses.replace(view.times, update=update)
         return StagePlan(stage, forecast, times, view.traffic, weighed)
 
@@ -264,11 +281,13 @@ def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing)
     return sum(each.kept_bytes(spec) for each in sent for spec in laid)
 
 
-def update_seconds(laid: Sequence[ParamSpec], resident: Resident, roofline: Roofline) -> float:
+def update_seconds(laid: Sequence[ParamSpec], resident: Resident, machine: Machine) -> float:
     """Time of the optimizer's step: it reads values, gradients and state, and writes two."""
-    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in laid)
+    trained = [spec for spec in laid if spec.trainable]
+    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in trained)
     moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
-    return moved / roofline.bytes_per_second
+    rate = machine.host.update_rate or machine.roofline.bytes_per_second
+    return machine.host.update * len(trained) + moved / rate
 
 
 def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:

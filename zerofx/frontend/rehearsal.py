@@ -186,6 +186,7 @@ def rehearse_model(
     build: Callable[[], nn.Module],
     inputs: Callable[[], tuple[tuple[Tensor, ...], dict[str, Tensor]]],
     inner: Inner = "inductor",
+    cast: torch.dtype | None = None,
 ) -> Rehearsal:
     """Build and trace a model that takes no memory.
 
@@ -193,6 +194,7 @@ def rehearse_model(
         build: makes the model.
         inputs: makes positional and named inputs of its forward.
         inner: `inductor` or `eager`.
+        cast: as for `rehearse_graph`.
 
     Raises:
         UnsupportedError: the model is more than one graph to Dynamo; the message says where.
@@ -201,7 +203,7 @@ def rehearse_model(
         model = build()
         args, kwargs = inputs()
         module, values = dynamo_graph(model, args, kwargs)
-    return rehearse_graph(module, values, model, inner=inner)
+    return rehearse_graph(module, values, model, inner=inner, cast=cast)
 
 
 def rehearse_graph(

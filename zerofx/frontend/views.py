@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -36,17 +36,24 @@ class Times:
     Attributes:
         compute: kernels of forward and backward.
         exposed: collectives that nothing hides.
+        host: kernels wait for Python.
         update: the optimizer's step.
     """
 
     compute: float
     exposed: float
+    host: float = 0.0
     update: float = 0.0
 
     @property
     def step(self) -> float:
         """All of it."""
-        return self.compute + self.exposed + self.update
+        return self.compute + self.exposed + self.host + self.update
+
+    def towards(self, other: Times, factor: float) -> Times:
+        """What changes from here to `other`, `factor` times as far."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Times(*(mine + factor * (theirs - mine) for mine, theirs in pairs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +96,8 @@ def look(
     )
     lasting, lasting2 = (sum(h.values[piece] for piece in h.lasting) for h in (held, held2))
     slope = lasting2 - lasting
-    base, more = (_times(programs, machine, fused) for programs in (one, other))
-    times = Times(
-        base.compute + (wanted - batch) * (more.compute - base.compute),
-        base.exposed + (wanted - batch) * (more.exposed - base.exposed),
-    )
+    base, more = (times_of(timelines(programs, machine, fused=fused)) for programs in (one, other))
+    times = base.towards(more, wanted - batch)
     return View(
         line_through(forward, batch, forward2, batch + 1),
         line_through(backward, batch, backward2, batch + 1),
@@ -121,10 +125,7 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
         deepen(few.forward, more.forward, blocks, few_grads=stage > 1),
         deepen(few.backward, more.backward, blocks, few_grads=stage > 1),
         (grown(few.lasting[0], more.lasting[0]), grown(few.lasting[1], more.lasting[1])),
-        Times(
-            grown(few.times.compute, more.times.compute),
-            grown(few.times.exposed, more.times.exposed),
-        ),
+        few.times.towards(more.times, factor),
         {
             key: (grown(one[0], two[0]), grown(one[1], two[1]), grown(one[2], two[2]))
             for key in {**few.traffic, **more.traffic}
@@ -195,7 +196,14 @@ def timeline_of(
     link = functools.partial(machine.link_seconds, whole=whole)
     codes = functools.partial(machine.code_seconds, program, whole=whole)
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
-    return simulate(program, kernels.seconds, link, codes)
+    return simulate(program, kernels.seconds, link, codes, machine.host)
+
+
+def times_of(timelines: Iterable[Timeline]) -> Times:
+    """Their sum, without the optimizer's step."""
+    found = list(timelines)
+    compute, host = sum(t.compute_seconds for t in found), sum(t.host_seconds for t in found)
+    return Times(compute, sum(t.seconds for t in found) - compute - host, host)
 
 
 def kept_by(forward: Program) -> frozenset[str]:
@@ -211,9 +219,3 @@ def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curv
         live_bytes(backward, transport, fused=fused, before=held),
         held,
     )
-
-
-def _times(programs: Programs, machine: Machine, fused: bool) -> Times:
-    both = timelines(programs, machine, fused=fused)
-    compute = sum(each.compute_seconds for each in both)
-    return Times(compute, sum(each.seconds for each in both) - compute)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.config import ZeroConfig, cache_folder
+from zerofx.cost.machine import Machine
 from zerofx.cost.tables import CommTable, loads, topology
 from zerofx.errors import ConfigError
 from zerofx.runtime.comm import Comm, make_comm
@@ -78,8 +79,17 @@ def table_path(topology: str) -> Path:
 
 def save_table(table: CommTable) -> Path:
     """Write `table` where the next run looks for it."""
-    path = table_path(table.topology)
+    return _write(table_path(table.topology), table.dumps())
+
+
+def save_machine(machine: Machine, table: CommTable) -> Path:
+    """Write `machine`, whose ranks lie as those of `table`."""
+    path = cache_folder() / "machine" / f"{table.topology}.json"
+    return _write(path, machine.dumps())
+
+
+def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(table.dumps())
+    partial.write_text(text)
     return partial.replace(path)

@@ -1,4 +1,4 @@
-"""How fast this device computes: the two numbers of a roofline, measured in a moment."""
+"""How fast this device computes, alone and while it communicates; measured in a moment."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerofx.cost.compute import Roofline
+from zerofx.runtime.collectives import all_gather
+from zerofx.runtime.comm import Comm
 
 _ROWS, _INNER, _COLUMNS = 128, 512, 2048
 _LONG = 1 << 24
@@ -24,6 +27,37 @@ def measure_roofline(device: torch.device) -> Roofline:
     long, out = torch.randn(_LONG, device=device), torch.empty(_LONG, device=device)
     copy = median_seconds(lambda: torch.add(long, 1.0, out=out), device)
     return Roofline(2 * _ROWS * _INNER * _COLUMNS / product, 2 * 4 * _LONG / copy)
+
+
+def measure_contention(comm: Comm, device: torch.device) -> float:
+    """The share of a gather's time that products running meanwhile lose to it; 0 to 1.
+
+    All ranks of `comm` call this together.
+    """
+    full = torch.zeros(_LONG // 4 // comm.size * comm.size, device=device)
+    chunk = full.chunk(comm.size)[comm.rank].clone()
+    left = torch.randn(_ROWS, _INNER, device=device)
+    right = torch.randn(_INNER, _COLUMNS, device=device)
+
+    def gather(products: int) -> None:
+        dist.barrier(comm.group)
+        pending = all_gather([full], [chunk], comm, 1)
+        multiply(products)
+        while not pending.done:
+            pending.advance(lambda work: work.wait())
+
+    def multiply(products: int) -> None:
+        for _ in range(products):
+            left @ right
+
+    alone = median_seconds(lambda: gather(0), device)
+    # Enough to outlast the gather on every rank.
+    products = 1 + int(4 * alone / median_seconds(lambda: multiply(1), device))
+    computing = median_seconds(lambda: (dist.barrier(comm.group), multiply(products)), device)
+    both = median_seconds(lambda: gather(products), device)
+    share = torch.tensor((both - computing) / alone, device=device)
+    dist.all_reduce(share, group=comm.group)
+    return float((share / comm.size).clamp(0, 1))
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:

@@ -161,7 +161,9 @@ def say_last_words(error: object) -> None:
     Args:
         error: what this process ends with.
     """
-    for watch in list(_running) if isinstance(error, RuntimeError) else ():
+    if not isinstance(error, RuntimeError):
+        return
+    for watch in list(_running):
         try:
             with watch.explained():
                 raise error

@@ -1,8 +1,8 @@
 """Timeline: when a program computes and communicates, what is exposed, and how much it holds.
 
-Two streams: kernels run one after another, collectives one after another, and only a wait makes
-the first stop for the second. Memory is counted as execution allocates it: values die after their
-last reader, gathered values with their free.
+Three streams: kernels run one after another, collectives one after another, and only a wait makes
+the first stop for the second; Python launches both. Memory is counted as execution allocates it:
+values die after their last reader, gathered values with their free.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from torch import fx
 
 from zerofx.cost.compute import value_bytes
+from zerofx.cost.host import NO_HOST, Host
 from zerofx.ir.ops import (
     FREE,
     PROGRAM_OPS,
@@ -40,7 +41,8 @@ class Span:
 
     Attributes:
         node: what ran.
-        stream: `compute`, `link`, or `stall`: a wait at which compute stands still.
+        stream: `compute`, `link`, or why compute stands still: `stall`, at a wait; `slow`, what a
+            kernel loses to collectives under way; `host`, for Python.
         begin: when it began.
         end: when it ended.
     """
@@ -81,6 +83,11 @@ class Timeline:
         """Time of all kernels."""
         return sum(span.end - span.begin for span in self.spans if span.stream == "compute")
 
+    @property
+    def host_seconds(self) -> float:
+        """Time in which kernels wait for Python."""
+        return sum(span.end - span.begin for span in self.spans if span.stream == "host")
+
     def exposure(self) -> list[tuple[Span, float]]:
         """Each collective, and how long of it nothing was computed; the rest is hidden."""
         kernels = [
@@ -107,23 +114,35 @@ class Timeline:
 
 
 def simulate(
-    program: Program, compute: Seconds, link: Seconds, codes: Seconds = lambda node: 0.0
+    program: Program,
+    compute: Seconds,
+    link: Seconds,
+    codes: Seconds = lambda node: 0.0,
+    host: Host = NO_HOST,
 ) -> Timeline:
     """Run `program` in simulated time.
 
     Args:
         program: with communication nodes, in execution order.
         compute: seconds of a node that computes.
-        link: seconds of `unshard_start` or `reduce_start` once the link is free.
+        link: seconds of `unshard_start` or `reduce_start` once the link is free; a collective that
+            takes none costs no Python either.
         codes: seconds of kernels that make codes before a collective starts, or that read them once
             it was waited for.
+        host: what launches all of them.
     """
     now = link_free = 0.0
+    launched = host.program
     done: dict[fx.Node, float] = {}
     spans: list[Span] = []
     issued: dict[fx.Node, float] = {}
     exposed: list[tuple[fx.Node, float]] = []
     for node in program.graph.nodes:
+        took = _seconds(node, compute, link)
+        launched += _python(node, took, host)
+        if launched > now:
+            spans.append(Span(node, "host", now, launched))
+            now = launched
         issued[node] = now
         coding = codes(node) if is_call(node, *_COLLECTIVES) else 0.0
         if is_call(node, UNSHARD_START, REDUCE_START):
@@ -131,7 +150,7 @@ def simulate(
                 spans.append(Span(node, "compute", now, now + coding))
                 now += coding
             begin = max(now, link_free)
-            done[node] = link_free = begin + link(node)
+            done[node] = link_free = begin + took
             spans.append(Span(node, "link", begin, link_free))
         elif is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
             late = done[started_by(node)] - now
@@ -143,11 +162,40 @@ def simulate(
                 spans.append(Span(node, "compute", now, now + coding))
                 now += coding
         elif node.op == "call_function" and node.target not in PROGRAM_OPS:
-            took = 0.0 if aliased_inputs(node) else compute(node)
-            spans.append(Span(node, "compute", now, now + took))
-            now += took
+            lost = _lost(took, link_free - now, host.contention)
+            if lost:
+                spans.append(Span(node, "slow", now, now + lost))
+            spans.append(Span(node, "compute", now + lost, now + lost + took))
+            now += lost + took
+        if not host.runs_ahead:
+            launched = now
     peak, where = _peak(program)
     return Timeline(tuple(spans), issued, tuple(exposed), max(now, link_free), peak, where)
+
+
+def _seconds(node: fx.Node, compute: Seconds, link: Seconds) -> float:
+    """Of a node on its own stream."""
+    if is_call(node, UNSHARD_START, REDUCE_START):
+        return link(node)
+    computes = node.op == "call_function" and node.target not in PROGRAM_OPS
+    return compute(node) if computes and not aliased_inputs(node) else 0.0
+
+
+def _python(node: fx.Node, took: float, host: Host) -> float:
+    """Of a node on the host; `took` is its time elsewhere."""
+    starts = is_call(node, UNSHARD_START, REDUCE_START)
+    if node.target in PROGRAM_OPS:
+        return 0.0 if starts and not took else host.seconds(node)
+    return host.kernel if took else 0.0
+
+
+def _lost(took: float, busy: float, contention: float) -> float:
+    """How much later a kernel ends since the link is busy for another `busy` seconds."""
+    if busy <= 0 or not took:
+        return 0.0
+    if took < busy * (1 - contention):
+        return took / (1 - contention) - took
+    return busy * contention
 
 
 def _peak(program: Program) -> tuple[int, fx.Node | None]:

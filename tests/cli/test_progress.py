@@ -1,0 +1,36 @@
+"""The progress bar: late, transient, and for terminals only."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+
+from zerofx.cli import progress
+from zerofx.cli.progress import Progress
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_says_what_it_does(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    said = io.StringIO()
+    console = Console(file=said, force_terminal=terminal, width=80)
+    begun = {thread.ident for thread in threading.enumerate()}
+    with Progress(console) as bar:
+        bar.expect(2)
+        bar.step("tracing the model")
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer) and thread.ident not in begun:
+                thread.join()
+        bar.step("running the passes")
+    assert ("running the passes" in said.getvalue()) == terminal
+
+
+def test_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 1e6)
+    said = io.StringIO()
+    with Progress(Console(file=said, force_terminal=True, width=80)) as bar:
+        bar.step("tracing the model")
+    assert "tracing" not in said.getvalue()

@@ -1,0 +1,190 @@
+"""What Python costs on this machine: small models train as any model does, and a step is timed.
+
+Their kernels and messages are next to nothing, so a step is Python, and waking up. Four models that
+differ in one thing each tell what that thing costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerofx.config import ZeroConfig
+from zerofx.cost.compute import Roofline
+from zerofx.cost.host import Host
+from zerofx.cost.link import Link
+from zerofx.cost.machine import Machine, machine_of
+from zerofx.cost.tables import CommTable
+from zerofx.frontend.rehearsal import rehearse_model
+from zerofx.frontend.views import gathered_before
+from zerofx.ir.ops import PROGRAM_OPS, REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT
+from zerofx.ir.view import aliased_inputs
+from zerofx.runtime.comm import Comm
+from zerofx.runtime.speed import measure_contention, measure_roofline
+
+_WIDTH, _SHALLOW, _DEEP, _EXTRA = 32, 4, 16, 8
+_WIDE = 4096
+_ADAMW_BYTES = 28
+"""Of an fp32 parameter: value, gradient and two moments are read; all but the gradient written."""
+
+
+class _Stack(nn.Module):
+    """Linear layers with `extra` more kernels behind each."""
+
+    def __init__(self, depth: int, extra: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            for _ in range(self.extra):
+                x = x * 0.5
+        return x.sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    depth: int = _SHALLOW
+    extra: int = 0
+    apart: bool = False
+    width: int = _WIDTH
+
+    def build(self) -> nn.Module:
+        return _Stack(self.depth, self.extra, self.width)
+
+    @property
+    def config(self) -> ZeroConfig:
+        size = 1 if self.apart else 1 << 30
+        return ZeroConfig(inner="eager", min_shard_numel=0, bucket_bytes=size, dump="")
+
+
+_TRIALS = (_Trial(), _Trial(extra=_EXTRA), _Trial(apart=True), _Trial(_DEEP))
+
+
+def measure_machine(comm: Comm, device: torch.device, table: CommTable, steps: int = 20) -> Machine:
+    """This machine, as the ranks of the default group find it when all of them work at once.
+
+    Ranks that share processors or memory see their share of them. All ranks call this together.
+
+    Args:
+        comm: the group.
+        device: of this rank.
+        table: costs of its collectives.
+        steps: of each model that is trained.
+    """
+    dist.barrier(comm.group)
+    mine = measure_roofline(device)
+    roofline = Roofline(
+        1 / slowest(1 / mine.flops, device), 1 / slowest(1 / mine.bytes_per_second, device)
+    )
+    machine = machine_of(device.type, table)
+    host = measure_host(device, machine.link, measure_contention(comm, device), steps)
+    return dataclasses.replace(machine, roofline=roofline, host=host)
+
+
+def measure_host(device: torch.device, link: Link, contention: float, steps: int = 20) -> Host:
+    """Train on all ranks of the default group, which call this together.
+
+    Args:
+        device: of this rank.
+        link: as measured; its latency is a part of what a collective takes in a step.
+        contention: see `Host`.
+        steps: of each model, of which the lower quartile counts.
+    """
+    found = [_train(trial, device, steps) for trial in _TRIALS]
+    program, collective, member, kernel = _costs(
+        [_counts(trial) for trial in _TRIALS], [step for step, _ in found]
+    )
+    update = max(0.0, (found[-1][1] - found[0][1]) / (_DEEP - _SHALLOW))
+    _, wide = _train(_Trial(depth=1, width=_WIDE), device, steps)
+    moved = _ADAMW_BYTES * _WIDE**2 / dist.get_world_size()
+    return Host(
+        program,
+        max(0.0, collective - link.latency),
+        member,
+        kernel,
+        update=update,
+        update_rate=moved / max(wide - update, wide / 2),
+        contention=contention,
+        runs_ahead=device.type == "cuda",
+    )
+
+
+def _costs(
+    counts: Sequence[tuple[int, int, int, int]], seconds: Sequence[float]
+) -> tuple[float, float, float, float]:
+    """Seconds of a program, a collective, a member and a kernel; none is negative."""
+    (programs, starts, waits, kernels), extra, apart, deep = counts
+    base = seconds[0]
+    kernel = max(0.0, (seconds[1] - base) / (extra[3] - kernels))
+    collective = max(0.0, (seconds[2] - base) / (apart[1] - starts))
+    deeper = seconds[3] - base - kernel * (deep[3] - kernels) - collective * (deep[1] - starts)
+    member = max(0.0, deeper / (deep[2] - waits))
+    rest = base - kernel * kernels - collective * starts - member * waits
+    return max(0.0, rest / programs), collective, member, kernel
+
+
+def _counts(trial: _Trial) -> tuple[int, int, int, int]:
+    """Programs, collectives, members and kernels of a step."""
+    batch = torch.zeros(2, _WIDTH)
+    rehearsal = rehearse_model(trial.build, lambda: ((torch.zeros_like(batch),), {}), "eager")
+    programs = rehearsal.programs(trial.config, dist.get_world_size())
+    silent = gathered_before(programs)
+    starts = [s for p in programs for s in p.calls(UNSHARD_START, REDUCE_START) if s not in silent]
+    waits = [wait for p in programs for wait in p.calls(UNSHARD_WAIT, REDUCE_WAIT)]
+    kernels = [
+        node
+        for program in programs
+        for node in program.graph.nodes
+        if node.op == "call_function" and node.target not in PROGRAM_OPS
+        if not aliased_inputs(node)
+    ]
+    return len(programs), len(starts), len(waits), len(kernels)
+
+
+def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, float]:
+    """Seconds of forward and backward, and of the optimizer's step."""
+    config = trial.config
+    options = {
+        name: getattr(config, name) for name in ("inner", "min_shard_numel", "bucket_bytes", "dump")
+    }
+    model = trial.build().to(device)
+    run = torch.compile(model, backend="zero3", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randn(2, trial.width, device=device)
+    times: list[tuple[float, float]] = []
+    for _ in range(steps + 3):
+        both = _seconds(lambda: run(batch).backward(), device)
+        update = _seconds(optimizer.step, device)
+        optimizer.zero_grad()
+        times.append((both, update))
+    torch.compiler.reset()
+    computing, updating = (slowest(_typical(each), device) for each in zip(*times[3:], strict=True))
+    return computing, updating
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a step makes it longer, never shorter."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The most that any rank says."""
+    value = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
