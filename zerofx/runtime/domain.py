@@ -155,11 +155,12 @@ class Domain:
         self, state: ParamState | None, shard: Tensor, out: Tensor, *, at_rest: bool
     ) -> Tensor:
         """What this rank has of a value, padded: in its place in `out`, or as it is at rest."""
+        numel = out.numel() // self.layout.num_shards
+        if at_rest and (state is None or state.buffer is None):
+            # Adopted parameters, as of `load_state_dict(assign=True)`, have no padding at rest.
+            return padded_chunk(shard, shard.new_empty(numel), 0, numel)
         if state is not None:
             return state.chunk(shard, shard if at_rest else out)
-        numel = out.numel() // self.layout.num_shards
-        if at_rest:
-            return padded_chunk(shard, shard.new_empty(numel), 0, numel)
         return padded_chunk(shard, out, self.shard_rank, numel)
 
     def _current(
