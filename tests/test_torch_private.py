@@ -24,6 +24,7 @@ OWNERS = {
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_op_type": "torch.distributed.Work",
     "_schema": "torch.ops.aten.add.Tensor",
+    "_local_tensor": "torch.distributed.tensor.DTensor",
     "_spec": "torch.distributed.tensor.DTensor",
     "_orig_mod": "torch._dynamo.eval_frame.OptimizedModule",
 }
