@@ -52,7 +52,7 @@ SHAPES: dict[str, KernelSpec] = {
     "pack_feedback_asymmetric": Pack(
         _parcels(dataclasses.replace(_RANDOM, feedback=True), *_BLOCK, _ODD)
     ),
-    "pack_feedback_fp8": Pack(_parcels(Codec("fp8", 2048, feedback=True), *_BLOCK, _ODD)),
+    "pack_feedback_fp8": Pack(_parcels(Codec("fp8", 1024, feedback=True), *_BLOCK, _ODD)),
     "unpack_many": Unpack(
         _parcels(Codec(), *(Member(f"w{n}", 512, 128, torch.float32) for n in range(40)))
     ),

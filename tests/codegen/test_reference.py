@@ -161,7 +161,7 @@ def test_errors_of_what_is_not_finite_or_of_a_burst_do_not_last(codec: Codec) ->
         after = [sent_with(errors, x, codec, seed) for seed in range(20)]
         usual = error(round_trip(x, codec.plain), x)
         assert error(after[0], x) < usual + (0.2 if bad == 1e30 else 0.3 * usual)
-        assert error(after[-1], x) < 1.3 * usual
+        assert error(after[-1], x) < 1.6 * usual, "a step is off by more, their mean by less"
 
 
 @named

@@ -72,7 +72,8 @@ def codecs_of(spec: KernelSpec) -> tuple[Codec, Codec]:
 def tiling_of(spec: KernelSpec) -> Tiling:
     """Tiles of a kernel."""
     codecs = codecs_of(spec)
-    rows = _TILE_NUMEL // (2 if errors_of(spec) else 1) // codecs[0].block
+    # One row alone would make scalars of pointers.
+    rows = max(2, _TILE_NUMEL // (2 if errors_of(spec) else 1) // codecs[0].block)
     num_parts = 2 if "int4" in (codec.code for codec in codecs) else 1
     wide = operand_bytes(spec) >= 2**31
     if isinstance(spec, Repack):
