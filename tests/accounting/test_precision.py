@@ -47,8 +47,8 @@ def test_memory_and_traffic(stage: int) -> None:
 
 
 def test_stage_2_on_four_ranks() -> None:
-    options = {"param_dtype": torch.bfloat16}
-    for found in run_ranks(4, measure, 2, (1,), depth=2, **options):
+    bf16 = torch.bfloat16
+    for found in run_ranks(4, measure, 2, (1,), depth=2, param_dtype=bf16, timeout=220):
         assert found.in_psi(found.at_rest) == pytest.approx(2 + 16 / 4, abs=0.01), found
 
 
