@@ -3,12 +3,14 @@
 #   TORCH   which torch to install, anything pip accepts        make demo TORCH='torch==2.14.*'
 #   PYTHON  the interpreter that .venv is made with             make test PYTHON=python3.12
 #   ARGS    passed on to the program or to pytest               make demo ARGS='--stage 2'
+#   JOBS    processes that run tests at a time                  make test JOBS=1
 #   NPROC   ranks that `make demo` starts on this machine       make demo NPROC=4
 
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 CXX    ?= g++
 NPROC  ?= 2
+JOBS   ?= 2
 ARGS   ?=
 
 VENV   := .venv
@@ -27,13 +29,13 @@ export PYRIGHT_PYTHON_GLOBAL_NODE ?= 0
 .PHONY: help demo test lint
 
 help:
-	@sed -n '1,6s/^# \{0,1\}//p' Makefile
+	@sed -n '1,7s/^# \{0,1\}//p' Makefile
 
 demo: $(STAMP)/hf
 	$(BIN)/torchrun --nproc-per-node $(NPROC) examples/finetune_smollm2.py $(ARGS)
 
 test: $(STAMP)/dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,18 @@ def pools() -> Iterator[None]:
     """Closes the pools of gloo ranks, which start on first use, when the session ends."""
     yield
     close_pools()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where pytest runs in several processes, tells the one that prints what crashed in this."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["native_crashes"] = native_crashes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hears what one of several processes has to tell at its end."""
+    native_crashes.extend(getattr(node, "workeroutput", {}).get("native_crashes", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
