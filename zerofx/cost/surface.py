@@ -94,7 +94,10 @@ def _largest(points: Terms) -> Any:
         if any(_cover(one, two, point) for one, two in itertools.combinations(others, 2)):
             kept = others
     largest: list[Any] = [_polynomial(each) for each in kept]
-    return sympy.Max(*largest, evaluate=False) if len(largest) > 1 else largest[0]
+    if len(largest) == 1:
+        return largest[0]
+    top: Any = sympy.Max
+    return top(*largest, evaluate=False)
 
 
 def _cover(one: Terms, two: Terms, other: Terms) -> bool:

@@ -48,7 +48,7 @@ def measure_contention(comm: Comm, device: torch.device) -> float:
 
     def multiply(products: int) -> None:
         for _ in range(products):
-            left @ right
+            torch.mm(left, right)
 
     alone = median_seconds(lambda: gather(0), device)
     # Enough to outlast the gather on every rank.
