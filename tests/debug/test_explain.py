@@ -60,7 +60,7 @@ def rows(found: Explanation) -> dict[str, str]:
         ({"depth": 3}, {"head"}),
         ({"stage": 1}, {"captured"}),
     ],
-    ids=str,
+    ids=["bucket_bytes", "link", "depth", "stage"],
 )
 def test_every_figure_changes_with_the_program(changed: dict[str, Any], same: set[str]) -> None:
     before, after = rows(explained()), rows(explained(**changed))
