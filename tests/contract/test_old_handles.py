@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.contract.loops import (
+    FAST,
     STAGES,
     adamw,
     close,
@@ -114,6 +115,23 @@ def _closure_and_groups(stage: int) -> None:
     same(model, ddp)
 
 
+def _last_backward_in_a_closure(stage: int) -> None:
+    """As trainers do that hand `training_step` to the optimizer."""
+    model, ddp = net(), twin(net())
+    optimizer, wanted = sgd(model), sgd(ddp)
+    run = torch.compile(model, backend=f"zero{stage}", options={**FAST, "accumulate": 2})
+    for one, by in ((run, optimizer), (ddp, wanted)):
+
+        def closure(one: Any = one) -> Tensor:
+            loss = one(*data(1)) / 2
+            loss.backward()
+            return loss
+
+        (one(*data(0)) / 2).backward()
+        by.step(closure)
+    same(model, ddp)
+
+
 def _old_gradient(stage: int) -> None:
     model, ddp = net(), twin(net())
     for param in (*model.parameters(), *ddp.parameters()):
@@ -124,7 +142,9 @@ def _old_gradient(stage: int) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("job", [_warm, _closure_and_groups, _old_gradient])
+@pytest.mark.parametrize(
+    "job", [_warm, _closure_and_groups, _last_backward_in_a_closure, _old_gradient]
+)
 def test_optimizers_built_before(job: Any) -> None:
     for stage in STAGES:
         run_ranks(2, job, stage)

@@ -100,6 +100,16 @@ def _names_in_the_guard() -> None:
     with refused(*named, kind=UnreducedGradientError):
         optimizer.step()
     assert torch.equal(plain[0].weight, before)
+    optimizer.zero_grad()
+
+    def closure() -> float:
+        loss = plain(data(0)[0]).sum()
+        loss.backward()
+        return loss.item()
+
+    with refused(*named, kind=UnreducedGradientError):
+        optimizer.step(closure)
+    assert torch.equal(plain[0].weight, before)
     run = compiled(plain, 3)
     optimizer.zero_grad()
     run(data(0)[0]).sum().backward()

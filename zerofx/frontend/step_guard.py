@@ -7,6 +7,7 @@ exchanged are an error; after it, resident copies of what it updated are out of 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -34,9 +35,35 @@ def install() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not dist.is_available() or not dist.is_initialized():
-        return
+        return None
+    # The optimizer is the first argument, a closure that runs backward may be the second.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _check(optimizer)
+        return None
+    checked = _checked(closure, optimizer)
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _checked(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """The closure, after whose backward gradients are looked at."""
+
+    def both() -> Any:
+        loss = closure()
+        _check(optimizer)
+        return loss
+
+    return both
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Refuse what the optimizer is about to apply, if it would train wrongly."""
     params = _params(optimizer)
     if any(isinstance(param, DTensor) for param in params):
         sharded = {id(state.param) for session in live_sessions() for state in session.states}
