@@ -19,7 +19,7 @@ _PROGRAM = """
             while frame is not None:
                 importers.append(frame.f_globals.get("__name__", ""))
                 frame = frame.f_back
-            raise ImportError("there is no Triton here")
+            raise ModuleNotFoundError("there is no Triton here")
 
     sys.meta_path.insert(0, NoTriton())
     import pathlib, torch, zerofx

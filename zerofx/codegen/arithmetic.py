@@ -81,8 +81,8 @@ def mean(num_sources: int, part: str) -> str:
     return f"{part} = tl.div_rn({part}, {float(num_sources)!r})"
 
 
-def functions(codec: Codec | None, out: Codec | None) -> Lines:
-    """Definitions that `decode` with `codec` and `encode` with `out` rely on."""
+def functions(decoded: Sequence[Codec], out: Codec | None) -> Lines:
+    """Definitions that `decode` with any of `decoded` and `encode` with `out` rely on."""
     lines: Lines = []
     if out and out.rounding == "stochastic":
         rounds = [
@@ -97,7 +97,7 @@ def functions(codec: Codec | None, out: Codec | None) -> Lines:
         lines += _UNIFORM.splitlines()
     if out and out.code == "fp8":
         lines += _TO_E4M3.splitlines()
-    if codec and codec.code == "fp8":
+    if any(codec.code == "fp8" for codec in decoded):
         lines += _FROM_E4M3.splitlines()
     return lines
 

@@ -67,7 +67,7 @@ class _Emitter:
 
     def lines(self) -> Lines:
         reads, writes = not isinstance(self.spec, Pack), not isinstance(self.spec, Unpack)
-        decoded = self.codec if reads else self.out if self.feedback else None
+        decoded = [self.codec] * reads + [self.out] * self.feedback
         lines = [
             *header(self.spec, self.tiling),
             "",

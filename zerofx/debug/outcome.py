@@ -11,8 +11,9 @@ from zerofx.cost.lines import line_of
 from zerofx.cost.liveness import held_after, live_bytes
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.dump import Reader
-from zerofx.frontend.planner import Machine, resident_of, update_seconds
+from zerofx.frontend.planner import Machine
 from zerofx.frontend.rehearsal import Rehearsal, lay_out
+from zerofx.frontend.resident import resident_of, update_seconds
 from zerofx.frontend.views import (
     Programs,
     Times,

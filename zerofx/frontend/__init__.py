@@ -3,5 +3,5 @@
 Composes all other folders; only public names stand above it. Modules: backend, roots, step_guard,
 capture, watch, annotate, reads, partition, segments, inner, quantize, weigh, places, lower; dump,
 report, predict, breaks, measure, trial, standalone, plain_ops, plain_codes; joint, rehearsal,
-views, stacks, planner, choose.
+views, stacks, resident, planner, choose.
 """

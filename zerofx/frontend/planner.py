@@ -17,24 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
-from zerofx.cost.forecast import Forecast, Resident
+from zerofx.cost.forecast import Forecast
 from zerofx.cost.lines import NotAlikeError
-from zerofx.cost.liveness import Transport
 from zerofx.cost.machine import Machine, machine_of
-from zerofx.cost.memory import Precision, states
+from zerofx.cost.memory import Precision
 from zerofx.cost.surface import peak_expression
 from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
+from zerofx.frontend.resident import kept_codes, resident_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, Traffic, View, grow, look
 from zerofx.frontend.weigh import Weighing
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import MOST_BYTES, default_target
-from zerofx.passes.pipelines import pipeline
-from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
 from zerofx.torch_private import fake_mode
-
-_CODING = (QuantizeReduces, QuantizeUnshards)
 
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
 """One batch, for `(batch size, length)`."""
@@ -254,40 +250,6 @@ class Planner:
         update = update_seconds(laid, resident, self.machine)
         times = dataclasses.replace(view.times, update=update)
         return StagePlan(stage, forecast, times, view.traffic, weighed)
-
-
-def resident_of(
-    laid: Sequence[ParamSpec], precision: Precision, buffers: int, transport: Transport
-) -> Resident:
-    """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
-
-    Args:
-        laid: the parameters with the layouts of a stage.
-        precision: of parameters and optimizer.
-        buffers: bytes of the model's buffers.
-        transport: how the runtime moves bytes.
-    """
-    fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
-    # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
-    step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
-    keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
-    return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
-
-
-def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
-    """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
-    coding = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
-    sent = [each for each in coding if each.name not in weighed or weighed[each.name].pays]
-    return sum(each.kept_bytes(spec) for each in sent for spec in laid)
-
-
-def update_seconds(laid: Sequence[ParamSpec], resident: Resident, machine: Machine) -> float:
-    """Time of the optimizer's step: it reads values, gradients and state, and writes two."""
-    trained = [spec for spec in laid if spec.trainable]
-    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in trained)
-    moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
-    rate = machine.host.update_rate or machine.roofline.bytes_per_second
-    return machine.host.update * len(trained) + moved / rate
 
 
 def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:

@@ -1,0 +1,52 @@
+"""What lives on a rank from step to step, and what the optimizer does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerofx.config import ZeroConfig
+from zerofx.cost.forecast import Resident
+from zerofx.cost.liveness import Transport
+from zerofx.cost.machine import Machine
+from zerofx.cost.memory import Precision, states
+from zerofx.frontend.weigh import Weighing
+from zerofx.ir.spec import ParamSpec
+from zerofx.passes.pipelines import pipeline
+from zerofx.passes.quantize_reduces import QuantizeReduces
+from zerofx.passes.quantize_unshards import QuantizeUnshards
+
+_CODING = (QuantizeReduces, QuantizeUnshards)
+
+
+def resident_of(
+    laid: Sequence[ParamSpec], precision: Precision, buffers: int, transport: Transport
+) -> Resident:
+    """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
+
+    Args:
+        laid: the parameters with the layouts of a stage.
+        precision: of parameters and optimizer.
+        buffers: bytes of the model's buffers.
+        transport: how the runtime moves bytes.
+    """
+    fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
+    # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
+    step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
+    keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
+    return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
+
+
+def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
+    """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
+    coding = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
+    sent = [each for each in coding if each.name not in weighed or weighed[each.name].pays]
+    return sum(each.kept_bytes(spec) for each in sent for spec in laid)
+
+
+def update_seconds(laid: Sequence[ParamSpec], resident: Resident, machine: Machine) -> float:
+    """Time of the optimizer's step: it reads values, gradients and state, and writes two."""
+    trained = [spec for spec in laid if spec.trainable]
+    shards = sum(spec.shard_shape(0).numel() * spec.dtype.itemsize for spec in trained)
+    moved = 2 * (shards + resident.states.optimizer) + resident.states.grads
+    rate = machine.host.update_rate or machine.roofline.bytes_per_second
+    return machine.host.update * len(trained) + moved / rate
