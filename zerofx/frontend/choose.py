@@ -23,8 +23,8 @@ from zerofx.cost.lines import line_of
 from zerofx.cost.liveness import Transport, held_after, live_bytes
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import ShardingError
-from zerofx.frontend.resident import resident_of
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
+from zerofx.frontend.resident import resident_of
 from zerofx.torch_private import backend_of, default_store, num_live_ranks
 
 _log = logging.getLogger(__name__)
