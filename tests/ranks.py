@@ -45,8 +45,12 @@ Job = Callable[..., Any] | str
 def run_ranks(
     world_size: int, function: Job, /, *args: Any, timeout: float = 60, **kwargs: Any
 ) -> list[Any]:
-    """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order."""
+    """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order.
+
+    A hang fails after `timeout` seconds, times the processes of pytest that share the machine.
+    """
     name = _importable_name(function)
+    timeout *= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     try:
         return _run_once(world_size, name, args, kwargs, timeout)
     except RanksFailed as failed:

@@ -30,7 +30,7 @@ def run_script(script: str, *options: str, ranks: bool = True) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

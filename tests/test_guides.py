@@ -43,7 +43,7 @@ def _typed(shown: str, folder: Path) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=400,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         lines += [f"$ {command}\n", done.stdout]
