@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from zerofx.ir.spec import Region
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.calibrate import calibrate
 from zerofx.runtime.comm import make_comm
+from zerofx.runtime.speed import median_seconds
 from zerofx.sim.timeline import simulate
 
 Batch = tuple[Tensor, ...]
@@ -157,7 +157,7 @@ def _row(text: str, machine: Machine, steps: int) -> Row:
         profile = _simulated(programs, _profile(segments), machine) + times.update
         profiles.append(slowest(profile, CPU))
         dist.barrier()
-        found.append(slowest(_median(train, steps // _ROUNDS), CPU))
+        found.append(slowest(median_seconds(train, CPU, steps // _ROUNDS), CPU))
     torch.compiler.reset()
     return Row(text, min(found), min(profiles), times.step)
 
@@ -199,7 +199,7 @@ def _profile(segments: Sequence[Compiled]) -> dict[fx.Node, float]:
     for _, piece, key, run in segments:
         if key not in known:
             values = [_value_for(node.meta["val"]) for node in piece.inputs]
-            known[key] = _median(lambda: run(list(values)), 5)  # noqa: B023
+            known[key] = median_seconds(lambda: run(list(values)), CPU, 5)  # noqa: B023
     return {kernel: known[key] for kernel, _, key, _ in segments}
 
 
@@ -234,16 +234,6 @@ def _training(case: Case, batch: Batch) -> Callable[[], None]:
     for _ in range(3):
         train()
     return train
-
-
-def _median(call: Callable[[], Any], repeats: int) -> float:
-    call()
-    times: list[float] = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def _print(machine: Machine, rows: Sequence[Row]) -> None:

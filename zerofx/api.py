@@ -18,7 +18,7 @@ from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.drift import Drift
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.loss_scale import GradScaler
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import ParamState, local_tensor
@@ -188,7 +188,7 @@ def drift(model: nn.Module) -> list[Drift]:
 
 
 def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState]:
-    known = {id(state.param): state for session in live_sessions() for state in session.states}
+    known = states_by_param()
     if isinstance(what, nn.Module):
         _session(what)
         named = unwrap_compiled(what).named_parameters()

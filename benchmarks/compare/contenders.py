@@ -103,20 +103,15 @@ def compute(model: Workload, lr: float) -> Step:
 
 
 @stages("zero", 0, 1, 2, 3)
-def zerofx(model: Workload, lr: float, stage: int) -> Step:
+def zerofx(model: Workload, lr: float, stage: int, options: dict[str, Any] | None = None) -> Step:
     """zerofx: nothing sharded, optimizer state, gradients as well, everything."""
     optimizer = _adamw(model, lr)
-    return _loop(torch.compile(model, backend=f"zero{stage}"), optimizer)
-
-
-def zeropp(model: Workload, lr: float, options: dict[str, Any]) -> Step:
-    """zerofx at stage 3, which sends shorter numbers."""
-    optimizer = _adamw(model, lr)
-    return _loop(torch.compile(model, backend="zero3", options=options), optimizer)
+    return _loop(torch.compile(model, backend=f"zero{stage}", options=options), optimizer)
 
 
 for _name, _options in ZEROPP.items():
-    contender(f"zero3_{_name}", traffic=3, rtol=2e-2)(functools.partial(zeropp, options=_options))
+    _prepare = functools.partial(zerofx, stage=3, options=_options)
+    contender(f"zero3_{_name}", traffic=3, rtol=2e-2)(_prepare)
 
 
 @contender("ddp", traffic=2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zerofx.config import ZeroConfig
 from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.memory import FP32_ADAM
-from zerofx.cost.surface import B, S, evaluate
+from zerofx.cost.surface import B, S
 from zerofx.frontend.planner import DATACENTER_GPU, Planner
 
 
@@ -46,7 +46,8 @@ def test_sizes_that_were_never_traced() -> None:
         plans = planner(batch, length).plan(stages).stages
         for stage in stages:
             walked = plans[stage].forecast.peak(batch).total
-            assert evaluate(formulas[stage], batch, length) == walked
+            formula = formulas[stage].subs({B: batch, S: length})
+            assert round(float(formula)) == walked
 
 
 class Other(nn.Module):

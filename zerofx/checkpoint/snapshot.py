@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from zerofx.runtime.params import params_of
+
 State = dict[str, Any]
 
 
@@ -70,7 +72,7 @@ def _set_aside(optimizer: Optimizer) -> Iterator[None]:
     torch makes none if it finds any state or gradient.
     """
     state = dict(optimizer.state)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     grads = [param.grad for param in params]
     optimizer.state.clear()
     for param in params:

@@ -12,6 +12,7 @@ from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import Precision, States, formula, wire_formula
 from zerofx.frontend.planner import StagePlan, at_stage
+from zerofx.frontend.weigh import pays
 from zerofx.ir.parcels import Codec
 from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
@@ -41,8 +42,8 @@ class Rates:
     def of(plan: StagePlan, config: ZeroConfig, precision: Precision) -> Rates:
         """Those of a plan that was made with `config`."""
         at = at_stage(config, plan.stage)
-        weights = at.weight_codec if _pays(plan, QuantizeUnshards.name) else None
-        grads = at.gradient_codecs if _pays(plan, QuantizeReduces.name) else None
+        weights = at.weight_codec if pays(plan.weighed, QuantizeUnshards.name) else None
+        grads = at.gradient_codecs if pays(plan.weighed, QuantizeReduces.name) else None
         gather = None if weights is None else _bytes(weights)
         copy = precision.param if at.secondary_shards else None
         if at.secondary_shards == "codes" and gather is not None:
@@ -100,10 +101,6 @@ def _lines(plan: StagePlan) -> Iterator[str]:
             + (f", scales {show_bytes(scales)}" if scales else "")
             + f", {show_bytes(sent - across)} inside a node, {show_bytes(across)} across"
         )
-
-
-def _pays(plan: StagePlan, name: str) -> bool:
-    return name not in plan.weighed or plan.weighed[name].pays
 
 
 def _bytes(codec: str) -> Any:

@@ -1,9 +1,8 @@
 """What executing a program allocates, and the most of it that lives at once.
 
 Counted as `zerofx.runtime` allocates: a value dies after its last reader, views keep what they
-view, full gradients live until their reduction is waited for, and collectives take memory of their
-own where small members are packed or parts of other ranks are received. Gathered values come from a
-pool, which keeps what it once needed, so they are counted apart.
+view, full gradients live until their reduction is waited for, and collectives take memory where
+small members are packed or parts are received. Gathered values, of a pool, are counted apart.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from zerofx.ir.ops import (
     REDUCE_WAIT,
     UNSHARD_START,
     UNSHARD_WAIT,
+    computes,
     gradients,
     is_call,
     started_by,
@@ -150,7 +150,7 @@ class Ledger:
             self.owners[node] = (node,)
             if node.op == "placeholder":
                 self._enter_input(node)
-            elif node.op == "call_function" and node.target not in PROGRAM_OPS:
+            elif computes(node):
                 self._enter(node)
 
     def walk(self) -> Curve:

@@ -17,14 +17,7 @@ from zerofx.cost.tables import CommTable
 from zerofx.ir.codes import kernels_at
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import operand_bytes
-from zerofx.ir.ops import (
-    REDUCE_START,
-    REDUCE_WAIT,
-    UNSHARD_START,
-    UNSHARD_WAIT,
-    is_call,
-    started_by,
-)
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, collective_of, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 
@@ -62,9 +55,7 @@ class Machine:
             start: `unshard_start` or `reduce_start`.
             whole: parameters whose full values are there: see `already_whole`.
         """
-        if is_call(start, UNSHARD_START) and whole.issuperset(facts(start).members):
-            return 0.0
-        return self.link_of(start).seconds(start)
+        return 0.0 if self._is_there(start, whole) else self.link_of(start).seconds(start)
 
     def link_of(self, start: fx.Node) -> Link:
         """The link as `unshard_start`, or `reduce_start`, finds it."""
@@ -77,14 +68,19 @@ class Machine:
 
         Args:
             program: where it is.
-            node: `unshard_start`, `reduce_start`, or a wait; of several waits the first counts.
+            node: any; kernels run at starts of collectives, and at the first of their waits.
             whole: as above.
         """
-        start = started_by(node) if is_call(node, UNSHARD_WAIT, REDUCE_WAIT) else node
-        if is_call(start, UNSHARD_START) and whole.issuperset(facts(start).members):
+        start = collective_of(node)
+        if start is None or self._is_there(start, whole):
             return 0.0
         moved = sum(map(operand_bytes, kernels_at(program, node)))
         return moved / self.roofline.bytes_per_second
+
+    @staticmethod
+    def _is_there(start: fx.Node, whole: frozenset[str]) -> bool:
+        """Whether a gather has nothing to send."""
+        return is_call(start, UNSHARD_START) and whole.issuperset(facts(start).members)
 
     def dumps(self) -> str:
         """As JSON."""

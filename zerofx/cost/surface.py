@@ -57,11 +57,6 @@ def peak_expression(forecasts: Mapping[int, Forecast]) -> Any:
     return always + _largest(np.concatenate([points, step])) + pool
 
 
-def evaluate(expression: Any, batch: int, length: int) -> int:
-    """Bytes for one batch size and length."""
-    return round(float(expression.subs({B: batch, S: length})))
-
-
 def _terms(lines: Sequence[Line], lengths: Sequence[int]) -> Terms:
     """Of each node and column, `[nodes, 4, 6]`."""
     for line in lines[1:]:

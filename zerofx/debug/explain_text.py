@@ -224,12 +224,9 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
 
 def _collective(name: str, region: str, found: Sequence[CollectiveTime], wires: bool) -> str:
     """A row; with `wires` also what is sent, and where to."""
-    total, across = (
-        sum(values)
-        for values in ([each.wire_bytes for each in found], [each.across_bytes for each in found])
-    )
-    sent, more, dtype = show_bytes(total), "", ""
+    total, more, dtype = sum(each.wire_bytes for each in found), "", ""
     if wires:
+        across = sum(each.across_bytes for each in found)
         sizes = (sum(each.scale_bytes for each in found), total - across, across)
         more = "".join(f" {show_bytes(size):>8}" for size in sizes)
         dtype = "  " + ", ".join(dict.fromkeys(each.wire_dtype for each in found))
@@ -237,7 +234,7 @@ def _collective(name: str, region: str, found: Sequence[CollectiveTime], wires: 
         show_seconds(sum(values))
         for values in ([each.hidden for each in found], [each.exposed for each in found])
     )
-    return f"{name}  {region:<8} {sent:>8}{more} {hidden:>8} {exposed:>8}{dtype}"
+    return f"{name}  {region:<8} {show_bytes(total):>8}{more} {hidden:>8} {exposed:>8}{dtype}"
 
 
 def _changes(found: Search) -> Iterator[str]:

@@ -16,7 +16,7 @@ from zerofx.ir.facts import Facts, Role, facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
 from zerofx.ir.view import identity_source
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.torch_private import dynamo_input_of
@@ -48,7 +48,7 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
     Raises:
         UnsupportedError: a parameter is a `DTensor` that zerofx did not make.
     """
-    states, named_buffers = _states_by_param(), _buffers_by_id()
+    states, named_buffers = states_by_param(), _buffers_by_id()
     found: dict[int, ParamState] = {}
     buffers: dict[int, tuple[Session, str]] = {}
     for position, value in enumerate(inputs):
@@ -140,10 +140,6 @@ def annotate_saved(forward: fx.Graph, backward: fx.Graph, num_user_outputs: int)
             known = facts(saved[node.name])
             if known.role is Role.COMPUTE:
                 set_facts(node, dataclasses.replace(known, role=Role.SAVED))
-
-
-def _states_by_param() -> dict[int, ParamState]:
-    return {id(state.param): state for session in live_sessions() for state in session.states}
 
 
 def _buffers_by_id() -> dict[int, tuple[Session, str]]:

@@ -8,14 +8,7 @@ from torch import fx
 
 from zerofx.frontend.segments import Segment
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import (
-    REDUCE_START,
-    REDUCE_WAIT,
-    UNSHARD_START,
-    UNSHARD_WAIT,
-    is_call,
-    started_by,
-)
+from zerofx.ir.ops import UNSHARD_START, collective_of, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.text import node_names
 from zerofx.runtime.place import Place
@@ -39,10 +32,9 @@ class Places:
             return None
         if isinstance(piece, Segment):
             return self._of_segment(piece, self._handle, number)
-        waits = is_call(piece, UNSHARD_WAIT, REDUCE_WAIT)
-        if not waits and not is_call(piece, UNSHARD_START, REDUCE_START):
+        start = collective_of(piece)
+        if start is None:
             return None
-        start = started_by(piece) if waits else piece
         kind = "gather" if is_call(start, UNSHARD_START) else "reduction"
         size = self._program.full_bytes(start)
         return Place(kind, self._names[start], facts(start).members, size, self._handle, number)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zerofx.codegen.reference import Reference
-from zerofx.frontend.plain_ops import Layout, mean_over
+from zerofx.frontend.plain_ops import Layout, mean_over, own_rows
 from zerofx.ir.kernels import KernelSpec, ReduceKernels, UnshardKernels
 
 
@@ -46,8 +46,7 @@ def reduce_codes(grads: Sequence[Tensor], ranks: Layout, kernels: ReduceKernels)
     chunks = run_kernel(kernels.unpack, [torch.stack(arrived)[:, None]])
     means: list[Tensor] = []
     for grad, chunk in zip(grads, chunks, strict=True):
-        rows_each = -(-grad.shape[0] // ranks.shards)
-        owned = grad[ranks.place * rows_each : (ranks.place + 1) * rows_each]
+        owned = own_rows(grad, ranks)
         means.append(mean_over(chunk[: owned.numel()].view(owned.shape), ranks.alike))
     return means
 

@@ -83,10 +83,7 @@ def reduce_start(grads: Sequence[Tensor], ranks: Layout) -> list[Tensor]:
     means: list[Tensor] = []
     for grad in grads:
         mean = mean_over(grad.to(ranks.reduce_dtype or grad.dtype), ranks.together)
-        if ranks.shards > 1:
-            rows = -(-grad.shape[0] // ranks.shards)
-            mean = mean[ranks.place * rows : (ranks.place + 1) * rows]
-        means.append(mean_over(mean, ranks.alike))
+        means.append(mean_over(own_rows(mean, ranks), ranks.alike))
     return means
 
 
@@ -104,6 +101,14 @@ def sync_buffers(buffers: Sequence[Tensor]) -> None:
     """Rank 0's values, in place."""
     for buffer in buffers:
         dist.broadcast(buffer, 0)
+
+
+def own_rows(value: Tensor, ranks: Layout) -> Tensor:
+    """Those that this rank holds."""
+    if ranks.shards == 1:
+        return value
+    rows = -(-value.shape[0] // ranks.shards)
+    return value[ranks.place * rows : (ranks.place + 1) * rows]
 
 
 def mean_over(value: Tensor, group: Any) -> Tensor:

@@ -22,11 +22,11 @@ from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision
 from zerofx.cost.surface import peak_expression
-from zerofx.frontend.rehearsal import describe_params, lay_out, rehearse_model
+from zerofx.frontend.rehearsal import buffer_bytes, describe_params, lay_out, rehearse_model
 from zerofx.frontend.resident import kept_codes, resident_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
-from zerofx.frontend.views import Times, Traffic, View, grow, look
-from zerofx.frontend.weigh import Weighing
+from zerofx.frontend.views import Times, Traffic, View, grow, look, total_of
+from zerofx.frontend.weigh import Weighing, pays
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import MOST_BYTES, default_target
 from zerofx.passes.quantize_unshards import QuantizeUnshards
@@ -60,12 +60,12 @@ class StagePlan:
     @property
     def sent_bytes(self) -> int:
         """That a rank sends per step."""
-        return round(sum(sent for sent, _, _ in self.traffic.values()))
+        return total_of(self.traffic)[0]
 
     @property
     def across_bytes(self) -> int:
         """Those of them that leave its node."""
-        return round(sum(across for _, _, across in self.traffic.values()))
+        return total_of(self.traffic)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Planner:
             model = self._model(0)
         params = describe_params(model, self.config.param_dtype)
         depth = 0 if self.whole else stack_depth(model)
-        buffers = sum(b.numel() * b.dtype.itemsize for b in model.buffers())
+        buffers = buffer_bytes(model)
         few = self._settled(params, depth) if depth else 0
         blocks = (few, few + 1, depth) if few + 1 < depth else None
         weighed: dict[int, Weighing] = {}
@@ -238,8 +238,7 @@ class Planner:
         grown: bool,
     ) -> StagePlan:
         config = at_stage(self.config, stage)
-        unsure = weighed.get(QuantizeUnshards.name)
-        coded = unsure is None or unsure.pays
+        coded = pays(weighed, QuantizeUnshards.name)
         laid = lay_out(params, config, self.num_ranks, codes_are_kept=coded)
         resident = resident_of(laid, self.precision, buffers, self.machine.transport)
         resident = dataclasses.replace(resident, codes=kept_codes(laid, config, weighed))

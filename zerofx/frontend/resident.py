@@ -9,13 +9,9 @@ from zerofx.cost.forecast import Resident
 from zerofx.cost.liveness import Transport
 from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision, states
-from zerofx.frontend.weigh import Weighing
+from zerofx.frontend.weigh import CODING, Weighing, pays
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.pipelines import pipeline
-from zerofx.passes.quantize_reduces import QuantizeReduces
-from zerofx.passes.quantize_unshards import QuantizeUnshards
-
-_CODING = (QuantizeReduces, QuantizeUnshards)
 
 
 def resident_of(
@@ -38,8 +34,8 @@ def resident_of(
 
 def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
     """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
-    coding = [each for each in pipeline(config, 0) if isinstance(each, _CODING)]
-    sent = [each for each in coding if each.name not in weighed or weighed[each.name].pays]
+    coding = [each for each in pipeline(config, 0) if isinstance(each, CODING)]
+    sent = [each for each in coding if pays(weighed, each.name)]
     return sum(each.kept_bytes(spec) for each in sent for spec in laid)
 
 

@@ -23,7 +23,8 @@ from torch.optim.optimizer import (
 
 from zerofx.errors import UnreducedGradientError
 from zerofx.runtime.finite import refuse_non_finite
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import live_sessions, states_by_param
+from zerofx.runtime.params import params_of
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
 
 _REDUCED = "_zerofx_reduced_by_wrapper"
@@ -64,9 +65,9 @@ def _checked(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], A
 
 def _check(optimizer: Optimizer) -> None:
     """Refuse what the optimizer is about to apply, if it would train wrongly."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     if any(isinstance(param, DTensor) for param in params):
-        sharded = {id(state.param) for session in live_sessions() for state in session.states}
+        sharded = states_by_param()
         if any(id(param) in sharded for param in params):
             refuse_optimizers([optimizer])
     for session in live_sessions():
@@ -80,13 +81,9 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    params = _params(optimizer)
+    params = params_of(optimizer)
     for session in live_sessions():
         session.optimizer_stepped(params)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _refuse_unreduced(params: list[Tensor]) -> None:

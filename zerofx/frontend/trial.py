@@ -7,8 +7,7 @@ differ in one thing each tell what that thing costs.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,10 @@ from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.tables import CommTable
 from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.frontend.views import gathered_before
-from zerofx.ir.ops import PROGRAM_OPS, REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT
+from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, computes
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.comm import Comm
-from zerofx.runtime.speed import measure_contention, measure_roofline
+from zerofx.runtime.speed import measure_contention, measure_roofline, seconds_of
 
 _WIDTH, _SHALLOW, _DEEP, _EXTRA = 32, 4, 16, 8
 _WIDE = 4096
@@ -143,8 +142,7 @@ def _counts(trial: _Trial) -> tuple[int, int, int, int]:
         node
         for program in programs
         for node in program.graph.nodes
-        if node.op == "call_function" and node.target not in PROGRAM_OPS
-        if not aliased_inputs(node)
+        if computes(node) and not aliased_inputs(node)
     ]
     return len(programs), len(starts), len(waits), len(kernels)
 
@@ -161,8 +159,8 @@ def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, floa
     batch = torch.randn(2, trial.width, device=device)
     times: list[tuple[float, float]] = []
     for _ in range(steps + 3):
-        both = _seconds(lambda: run(batch).backward(), device)
-        update = _seconds(optimizer.step, device)
+        both = seconds_of(lambda: run(batch).backward(), device)
+        update = seconds_of(optimizer.step, device)
         optimizer.zero_grad()
         times.append((both, update))
     torch.compiler.reset()
@@ -173,14 +171,6 @@ def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, floa
 def _typical(seconds: Sequence[float]) -> float:
     """The lower quartile: what disturbs a step makes it longer, never shorter."""
     return sorted(seconds)[len(seconds) // 4]
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    begin = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
 
 
 def slowest(seconds: float, device: torch.device) -> float:

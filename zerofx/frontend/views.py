@@ -136,7 +136,12 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
 
 def sent_bytes(programs: Programs) -> tuple[int, int]:
     """Bytes that a rank sends in a step, and those of them that leave its node."""
-    sent = traffic(programs).values()
+    return total_of(traffic(programs))
+
+
+def total_of(traffic: Traffic) -> tuple[int, int]:
+    """All bytes, and those of them that leave the rank's node."""
+    sent = traffic.values()
     return round(sum(total for total, _, _ in sent)), round(sum(across for _, _, across in sent))
 
 

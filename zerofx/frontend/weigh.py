@@ -31,6 +31,9 @@ from zerofx.sim.timeline import Timeline
 Weighing = Mapping[str, Weighed]
 """By name of a pass that quantizes, whether its codes pay."""
 
+CODING = (QuantizeUnshards, QuantizeReduces)
+"""The passes that quantize."""
+
 WORTH = 0.02
 """Codes round: they must make a graph at least this much faster, or numbers travel."""
 
@@ -47,11 +50,7 @@ def weigh(
         fused: whether kernels are fused, as Inductor does.
     """
     regions = {program.region for program in programs}
-    names = [
-        each.name
-        for each in passes
-        if isinstance(each, QuantizeUnshards | QuantizeReduces) and regions & each.regions
-    ]
+    names = [each.name for each in passes if isinstance(each, CODING) and regions & each.regions]
     trials = {
         chosen: _Trial(_with_codes(passes, chosen), programs, machine, fused)
         for number in range(len(names) + 1)
@@ -76,10 +75,15 @@ def decided(passes: Sequence[Pass], weighing: Weighing) -> tuple[Pass, ...]:
     """The pipeline that knows what was decided."""
     return tuple(
         dataclasses.replace(each, weighed=weighing[each.name])
-        if isinstance(each, QuantizeUnshards | QuantizeReduces) and each.name in weighing
+        if isinstance(each, CODING) and each.name in weighing
         else each
         for each in passes
     )
+
+
+def pays(weighing: Weighing, name: str) -> bool:
+    """Whether the codes of a pass are sent: they are, unless it was weighed and they do not pay."""
+    return name not in weighing or weighing[name].pays
 
 
 def dumps(weighing: Weighing) -> str:
@@ -98,11 +102,7 @@ def _weighed(buckets: Sequence[dict[str, Any]], **fields: Any) -> Weighed:
 
 
 def _with_codes(passes: Sequence[Pass], chosen: Sequence[str]) -> list[Pass]:
-    return [
-        each
-        for each in passes
-        if each.name in chosen or not isinstance(each, QuantizeUnshards | QuantizeReduces)
-    ]
+    return [each for each in passes if each.name in chosen or not isinstance(each, CODING)]
 
 
 class _Trial:

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator", "Trainer", "TrainerMixin", "ZeroStrategy", "auto_values", "save_adapters"]
 
 _HOMES = {
-    "Accelerator": ("accelerator", ("accelerate",)),
-    "Trainer": ("trainer", ("accelerate", "transformers")),
-    "TrainerMixin": ("trainer", ("accelerate", "transformers")),
-    "ZeroStrategy": ("lightning", ("lightning",)),
-    "auto_values": ("recipe", ()),
-    "save_adapters": ("adapters", ("peft",)),
+    "Accelerator": ("accelerator", "hf", ("accelerate",)),
+    "Trainer": ("trainer", "hf", ("accelerate", "transformers")),
+    "TrainerMixin": ("trainer", "hf", ("accelerate", "transformers")),
+    "ZeroStrategy": ("lightning", "lightning", ("lightning",)),
+    "auto_values": ("recipe", "", ()),
+    "save_adapters": ("adapters", "hf", ("peft",)),
 }
+"""By name: its module, the extra that brings what that needs, and the packages."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, packages = _HOMES[name]
+    module, extra, packages = _HOMES[name]
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            extra = package if package == "lightning" else "hf"
             raise MissingPackageError(
                 f"zerofx.integrations.{name} needs the package {package}, which is not installed",
                 f"pip install 'zerofx[{extra}]'",

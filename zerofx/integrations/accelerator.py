@@ -18,6 +18,7 @@ import zerofx
 from zerofx import checkpoint
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.runtime.params import params_of
 from zerofx.sharding.refuse import refuse_wrappers
 from zerofx.sharding.shard import session_of
 from zerofx.torch_private import unwrap_compiled
@@ -200,9 +201,7 @@ def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
     """
     mine = {id(param) for param in model.parameters()}
     found = [
-        each.optimizer
-        for each in optimizers
-        if any(id(param) in mine for group in each.param_groups for param in group["params"])
+        each.optimizer for each in optimizers if any(id(param) in mine for param in params_of(each))
     ]
     if len(found) > 1:
         raise UnsupportedError(

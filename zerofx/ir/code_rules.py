@@ -24,8 +24,9 @@ def codes_as_stated(case: Case) -> Iterator[Offence]:
             continue
         found, record = sent(case.program, start), facts(start)
         if any(getattr(record, name) != size for name, size in dataclasses.asdict(found).items()):
-            stated = f"{record.wire_bytes} B with {record.scale_bytes} B of scales"
-            wanted = f"{found.wire_bytes} B with {found.scale_bytes} B"
-            stated += f", {record.across_bytes} B across nodes"
-            wanted += f", {found.across_bytes} B across nodes"
-            yield Offence(start, f"states {stated}, and sends {wanted}")
+            yield Offence(
+                start,
+                f"states {record.wire_bytes} B with {record.scale_bytes} B of scales, "
+                f"{record.across_bytes} B across nodes, and sends {found.wire_bytes} B with "
+                f"{found.scale_bytes} B, {found.across_bytes} B across nodes",
+            )

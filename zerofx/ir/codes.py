@@ -71,10 +71,10 @@ def reduction_kernels(program: Program, start: fx.Node) -> ReduceKernels:
 
 def kernels_at(program: Program, node: fx.Node) -> tuple[KernelSpec, ...]:
     """Kernels that run where a collective starts, which make codes, or at its first wait."""
-    waits = ops.is_call(node, ops.UNSHARD_WAIT, ops.REDUCE_WAIT)
-    start = ops.started_by(node) if waits else node
-    if not ops.is_call(start, ops.UNSHARD_START, ops.REDUCE_START) or not ops.codecs(start):
+    start = ops.collective_of(node)
+    if start is None or not ops.codecs(start):
         return ()
+    waits = start is not node
     if waits and ops.waits_of(start)[0] is not node:
         return ()
     if ops.is_call(start, ops.UNSHARD_START):

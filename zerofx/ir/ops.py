@@ -138,6 +138,18 @@ def started_by(wait: fx.Node) -> fx.Node:
     return start
 
 
+def collective_of(node: fx.Node) -> fx.Node | None:
+    """The collective that `node` starts or waits for; `None` if it does neither."""
+    if is_call(node, *_WAITS):
+        return started_by(node)
+    return node if is_call(node, UNSHARD_START, REDUCE_START) else None
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether `node` is an operation of the model's: no input, output, or node of a pass."""
+    return node.op == "call_function" and node.target not in PROGRAM_OPS
+
+
 def waits_of(start: fx.Node) -> list[fx.Node]:
     """The waits for a collective's members, in the order of the members."""
     by_shard = {user.args[1]: user for user in start.users if is_call(user, *_WAITS)}

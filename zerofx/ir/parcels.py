@@ -30,8 +30,8 @@ Rounding = Literal["nearest", "stochastic"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What tensors may hold; the arithmetic is fp32 for all."""
 
-MIN_BLOCK, MAX_BLOCK = 32, 2048
-_BLOCKS = tuple(1 << power for power in range(5, 12))
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+MIN_BLOCK, MAX_BLOCK = _BLOCKS[0], _BLOCKS[-1]
 _SLOTS = 4
 """Scales of four blocks take 16 bytes, which is what one thread moves at a time."""
 
@@ -67,7 +67,7 @@ class Codec:
                 _nearest(self.code, get_args(Code))
                 + 'codes are "int8", "int4" and "fp8", roundings "nearest" and "stochastic"',
             )
-        if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
+        if self.block not in _BLOCKS:
             near = min(_BLOCKS, key=lambda size: abs(size - self.block))
             raise ConfigError(
                 f"blocks of {self.block} numbers are not possible",
@@ -246,11 +246,8 @@ class Parcels:
             For codes, scales and lows: their first byte here, how many there are, and the first
             byte there.
         """
-        codec, first, blocks = (
-            self.codec,
-            self.first_blocks[number],
-            self.blocks_of(self.members[number]),
-        )
+        codec, first = self.codec, self.first_blocks[number]
+        blocks = self.blocks_of(self.members[number])
         here, there = self.num_blocks * codec.block_bytes, blocks * codec.block_bytes
         found = [(first * codec.block_bytes, there, 0)]
         for each in range(codec.num_params):

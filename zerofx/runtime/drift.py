@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from torch import Tensor
 from zerofx.ir.error_bands import LOST, expected_error, most_error
 from zerofx.ir.parcels import Codec
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from zerofx.runtime.quantized import Kernel
 
-Decode = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Check:
     codec: Codec
     params: tuple[str, ...]
     numels: tuple[int, ...]
-    sent: Callable[[], Decode]
-    given: Callable[[], Decode] | None = None
+    sent: Callable[[], Kernel]
+    given: Callable[[], Kernel] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,7 @@ class DriftMonitor:
             )
 
 
-def _decoded(check: Check, kernel: Decode, wires: Tensor) -> list[Tensor]:
+def _decoded(check: Check, kernel: Kernel, wires: Tensor) -> list[Tensor]:
     outs = [wires.new_empty(numel, dtype=torch.float32) for numel in check.numels]
     kernel([wires], outs, 0)
     return outs

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zerofx.runtime.params import ParamState
 
-
-class Kernels(Protocol):
-    """What `zerofx.runtime.quantized.Gathering` says of the layout of a parcel."""
-
-    def apart(self, parcels: Tensor) -> list[Tensor]:
-        """The codes of each member in parcels of its own."""
-        ...
-
-    def together(self, own: Sequence[Tensor], parcel: Tensor) -> None:
-        """The way back."""
-        ...
+if TYPE_CHECKING:
+    from zerofx.runtime.quantized import Gathering
 
 
 class FrozenCodes:
@@ -35,7 +26,7 @@ class FrozenCodes:
             weakref.WeakKeyDictionary()
         )
 
-    def load(self, states: Sequence[ParamState | None], kernels: Kernels, parcel: Tensor) -> bool:
+    def load(self, states: Sequence[ParamState | None], kernels: Gathering, parcel: Tensor) -> bool:
         """Put a parcel together from codes at hand.
 
         Args:
@@ -52,7 +43,7 @@ class FrozenCodes:
         kernels.together(found, parcel)
         return True
 
-    def save(self, states: Sequence[ParamState | None], kernels: Kernels, parcel: Tensor) -> None:
+    def save(self, states: Sequence[ParamState | None], kernels: Gathering, parcel: Tensor) -> None:
         """Keep the codes of those members that are frozen; see `load`."""
         if not any(map(_is_frozen, states)):
             return

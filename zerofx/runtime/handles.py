@@ -14,6 +14,7 @@ from zerofx.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
+    from zerofx.runtime.params import ParamState
     from zerofx.runtime.session import Session
 
 _domains: weakref.WeakValueDictionary[int, Domain] = weakref.WeakValueDictionary()
@@ -54,3 +55,8 @@ def live_domains() -> list[Domain]:
 def live_sessions() -> list[Session]:
     """The sharded models that are alive, oldest first."""
     return list({id(domain.session): domain.session for domain in live_domains()}.values())
+
+
+def states_by_param() -> dict[int, ParamState]:
+    """The sharded parameters that are alive, by `id`."""
+    return {id(state.param): state for session in live_sessions() for state in session.states}

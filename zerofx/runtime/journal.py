@@ -20,13 +20,12 @@ import torch.distributed as dist
 
 from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
 from zerofx.runtime.differences import diff, first_difference, in_order
-from zerofx.runtime.roll_call import RollCall
+from zerofx.runtime.roll_call import POLL_SECONDS, RollCall
 
 _KEPT = 4096
 _SLOTS = 4
 _ANSWER_SECONDS = 10.0
 _SETTLE_SECONDS = 2.0
-_POLL_SECONDS = 0.05
 _RANK_REMEDY = (
     "every rank must run the same modules in the same order; look for control flow that depends "
     "on the rank or on its data"
@@ -110,7 +109,7 @@ class Journal:
         while others and time.monotonic() < give_up:
             if self._store.check([f"{key}/{peer}" for peer in others]):
                 return [p for p in others if self._store.get(f"{key}/{p}").decode() != place]
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         return [peer for peer in others if not self._store.check([f"{key}/{peer}"])]
 
     def compare_plans(self, plan: str) -> None:
@@ -231,7 +230,7 @@ class Journal:
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
             self.explain_hang()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def explain_failure(self, seconds: float) -> None:
         """A collective failed: compare journals, and call the roll for so many seconds at most.
@@ -249,7 +248,7 @@ class Journal:
                 self.roll_call.refuse_gone()
                 if time.monotonic() > start + seconds:
                     self.roll_call.declare_gone(silent, seconds)
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             self.roll_call.refuse_gone()
         except RankGoneError as error:
             self.roll_call.wait_until_known(error.ranks, seconds)

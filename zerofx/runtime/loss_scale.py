@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zerofx.errors import ConfigError, LossScaleError
 from zerofx.runtime.overflow import mixed_gradients, share_overflow
+from zerofx.runtime.params import params_of
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -136,8 +137,7 @@ class GradScaler(FixedScaler):
 
 def _agree(optimizer: torch.optim.Optimizer) -> None:
     """Show an overflow in any rank's shards to all ranks; see `zerofx.runtime.overflow`."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    whole, parts = mixed_gradients(params)
+    whole, parts = mixed_gradients(params_of(optimizer))
     if whole and parts:
         with torch.no_grad():
             share_overflow(whole, parts, dist.group.WORLD)

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.errors import ShardingError
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
-from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.params import ParamState, local_tensor, params_of
 from zerofx.runtime.session import Session
 
 
@@ -64,9 +64,9 @@ class OwnerOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not any(isinstance(param, DTensor) for param in self._params()):
+        if not any(isinstance(param, DTensor) for param in params_of(self)):
             # Before sharding: a checkpoint is about to be loaded, or there is one process alone.
-            self._update({p: (p.detach(), p.grad) for p in self._params() if p.grad is not None})
+            self._update({p: (p.detach(), p.grad) for p in params_of(self) if p.grad is not None})
             return loss
         session, owners = self._owners()
         settle(self.state, session, owners)
@@ -101,13 +101,10 @@ class OwnerOptimizer(Optimizer):
         finally:
             self.state = whole
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
     def _owners(self) -> tuple[Session, list[tuple[ParamState, int]]]:
         """The model, and its parameters with their owners."""
-        params = self._params()
-        known = {id(state.param): state for session in live_sessions() for state in session.states}
+        params = params_of(self)
+        known = states_by_param()
         strange = [str(tuple(param.shape)) for param in params if id(param) not in known]
         sessions = {known[id(param)].domain.session for param in params if id(param) in known}
         if strange or len(sessions) != 1:

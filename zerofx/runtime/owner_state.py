@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from zerofx.runtime.owners import Owned, exchange, from_owners, to_owners
+from zerofx.runtime.owners import Owned, exchange, from_owners, rows_of, to_owners
 from zerofx.runtime.params import ParamState, as_dtensor, local_tensor
 from zerofx.runtime.session import Session
 
@@ -93,8 +93,7 @@ def _described(value: Any) -> Any:
 
 def _empty_rows(like: _Like, session: Session) -> Tensor:
     """Memory for this rank's rows of such a tensor."""
-    num_rows, shard = like.shape[0], session.axes.shard
+    rows, shard = torch.empty(like.shape, dtype=like.dtype, device="meta"), session.axes.shard
     if session.sharded.layout.sharded:
-        chunk = -(-num_rows // shard.size)
-        num_rows = max(0, min(chunk, num_rows - shard.rank * chunk))
-    return torch.empty(num_rows, *like.shape[1:], dtype=like.dtype, device=session.device)
+        rows = rows_of(rows, shard.size)[shard.rank]
+    return torch.empty_like(rows, device=session.device)

@@ -66,7 +66,7 @@ def to_owners(tensors: Sequence[Owned], comm: Comm, tag: int) -> Pending:
             wholes.append(each.local)
             continue
         whole = each.local.new_empty(each.shape if mine else (0,))
-        into = _rows(whole, comm.size)
+        into = rows_of(whole, comm.size)
         if mine:
             into[comm.rank].copy_(each.local)
         mail.post(_only(each.owner, each.local, comm.size), into, tag + number)
@@ -82,7 +82,9 @@ def from_owners(
     for number, (whole, each) in enumerate(zip(wholes, tensors, strict=True)):
         mine = each.owner == comm.rank
         nothing = [each.local.new_empty(0)] * comm.size
-        send = (_rows(whole, comm.size) if each.split else [whole] * comm.size) if mine else nothing
+        send = (
+            (rows_of(whole, comm.size) if each.split else [whole] * comm.size) if mine else nothing
+        )
         if mine and whole is not each.local:
             each.local.copy_(send[comm.rank])
         into = nothing if mine else _only(each.owner, each.local, comm.size)
@@ -105,7 +107,7 @@ def exchange(
     return session.wait(start(*tensors, session.axes.shard, tag))
 
 
-def _rows(whole: Tensor, count: int) -> list[Tensor]:
+def rows_of(whole: Tensor, count: int) -> list[Tensor]:
     """What each of `count` ranks holds of `whole`."""
     parts = list(whole.chunk(count))
     return parts + [whole[:0]] * (count - len(parts))

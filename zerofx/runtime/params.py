@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
 
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
@@ -20,8 +21,12 @@ if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
     from zerofx.runtime.session import Session
 
-
 _OWNER = "_zerofx_owner"
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer steps over, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 class _Owner:

@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from zerofx.errors import RankGoneError
 
+POLL_SECONDS = 0.05
+"""Between two looks at the store."""
+
 _REMEDY = (
     "see how that process ended (its log, torchrun's summary, the kernel's log for memory), and "
     "start all ranks again from the last checkpoint"
@@ -90,7 +93,7 @@ class RollCall:
         keys = [f"{self._key}/knows/{peer}" for peer in self._peers if peer not in gone]
         give_up = time.monotonic() + seconds
         while keys and not self._store.check(keys) and time.monotonic() < give_up:
-            time.sleep(0.05)
+            time.sleep(POLL_SECONDS)
 
     def _question(self) -> int:
         key = f"{self._key}/asked"

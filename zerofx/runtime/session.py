@@ -201,7 +201,7 @@ class Session:
     def recorded(self, kind: str, name: str) -> Iterator[None]:
         """Around a collective awaited at once: it is in the journal, and failures are explained."""
         self.journal.record(kind, name)
-        with torch.no_grad(), self._watch.explained():
+        with torch.no_grad(), self.explained():
             yield
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:

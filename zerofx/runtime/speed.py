@@ -62,11 +62,13 @@ def measure_contention(comm: Comm, device: torch.device) -> float:
 
 def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
     """Of one call; the first, which may allocate, does not count."""
-    seconds: list[float] = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:])
+    return statistics.median([seconds_of(call, device) for _ in range(repeats + 1)][1:])
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, until the device is done with it."""
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

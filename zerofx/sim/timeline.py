@@ -22,6 +22,7 @@ from zerofx.ir.ops import (
     REDUCE_WAIT,
     UNSHARD_START,
     UNSHARD_WAIT,
+    computes,
     is_call,
     started_by,
     waits_of,
@@ -31,8 +32,6 @@ from zerofx.ir.view import aliased_inputs
 
 Seconds = Callable[[fx.Node], float]
 """How long a node takes on its own stream."""
-
-_COLLECTIVES = (UNSHARD_START, UNSHARD_WAIT, REDUCE_START, REDUCE_WAIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +143,7 @@ def simulate(
             spans.append(Span(node, "host", now, launched))
             now = launched
         issued[node] = now
-        coding = codes(node) if is_call(node, *_COLLECTIVES) else 0.0
+        coding = 0.0 if computes(node) else codes(node)
         if is_call(node, UNSHARD_START, REDUCE_START):
             if coding:
                 spans.append(Span(node, "compute", now, now + coding))
@@ -161,7 +160,7 @@ def simulate(
             if coding:
                 spans.append(Span(node, "compute", now, now + coding))
                 now += coding
-        elif node.op == "call_function" and node.target not in PROGRAM_OPS:
+        elif computes(node):
             lost = _lost(took, link_free - now, host.contention)
             if lost:
                 spans.append(Span(node, "slow", now, now + lost))
@@ -177,8 +176,7 @@ def _seconds(node: fx.Node, compute: Seconds, link: Seconds) -> float:
     """Of a node on its own stream."""
     if is_call(node, UNSHARD_START, REDUCE_START):
         return link(node)
-    computes = node.op == "call_function" and node.target not in PROGRAM_OPS
-    return compute(node) if computes and not aliased_inputs(node) else 0.0
+    return compute(node) if computes(node) and not aliased_inputs(node) else 0.0
 
 
 def _python(node: fx.Node, took: float, host: Host) -> float:

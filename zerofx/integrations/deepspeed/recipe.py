@@ -22,8 +22,9 @@ from zerofx.integrations.deepspeed.choices import OptimizerChoice
 from zerofx.integrations.deepspeed.report import StepReport
 from zerofx.integrations.deepspeed.schedules import Schedule, Shape
 from zerofx.integrations.deepspeed.settings import Row
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+from zerofx.runtime.params import params_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Recipe:
         Raises:
             ConfigError: a parameter has no gradient, which the file does not allow.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         if not self.allows_unused:
             _refuse_unused(params)
         scaler.unscale_(optimizer)
@@ -242,7 +243,7 @@ class Recipe:
 
 
 def _refuse_unused(params: Iterable[Tensor]) -> None:
-    known = {id(state.param): state.spec.name for s in live_sessions() for state in s.states}
+    known = {param: state.spec.name for param, state in states_by_param().items()}
     unused = [p for p in params if p.requires_grad and p.grad is None]
     if unused:
         raise ConfigError(
