@@ -45,10 +45,6 @@ def serve(
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    # The collections between jobs then scan what jobs made and not all of torch, which would
-    # take most of the time of a short job.
-    gc.collect()
-    gc.freeze()
     _answer(connection, (True, None))
     while (job := _next_job(connection)) is not None:
         _fresh_state(environment)
@@ -98,7 +94,10 @@ def _fresh_state(environment: dict[str, str]) -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
+    # What is left belongs to modules. Looking at it again, all of torch, would take most of the
+    # time of a short job: of collections between jobs, and of zerofx's own search for optimizers.
     gc.collect()
+    gc.freeze()
     random.seed(0)
     torch.manual_seed(0)
 

@@ -1,15 +1,16 @@
-"""Compile a segment: Inductor, or op by op."""
+"""Compile segments: Inductor, or op by op."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from zerofx.frontend.segments import Segment
-from zerofx.torch_private import compile_with_inductor, run_boxed
+from zerofx.torch_private import compile_with_inductor, in_turns, run_boxed
 
 Boxed = Callable[[list[Any]], Any]
 """Takes its inputs in a list, which it empties; returns a sequence of outputs."""
@@ -30,19 +31,28 @@ class SegmentCompiler:
     patches: dict[str, Any]
     num_compiled: int = 0
     num_shared: int = 0
-    _known: dict[tuple[str, bool], Boxed] = dataclasses.field(default_factory=dict)
+    _known: dict[str, Boxed] = dataclasses.field(default_factory=dict)
 
-    def compile(self, segment: Segment, *, is_backward: bool) -> Boxed:
-        """The segment as a boxed callable."""
-        if self.inner == "eager" or segment.only_views:
-            return run_boxed(segment.module)
-        key = (segment.key, is_backward)
-        if key in self._known:
-            self.num_shared += 1
-        else:
-            self._known[key] = self._inductor(segment.module, is_backward)
-            self.num_compiled += 1
-        return self._known[key]
+    def compile(self, segments: Sequence[Segment], *, is_backward: bool) -> list[Boxed]:
+        """The segments as boxed callables; ranks on one machine share the work."""
+        named = [(f"{is_backward} {self.patches}\n{each.key}", each) for each in segments]
+        kernels = {name: each for name, each in named if self._is_kernel(each)}
+        made = in_turns(
+            {
+                name: functools.partial(self._inductor, each.module, is_backward)
+                for name, each in kernels.items()
+                if name not in self._known
+            }
+        )
+        self._known |= made
+        self.num_compiled += len(made)
+        self.num_shared += sum(map(self._is_kernel, segments)) - len(made)
+        return [
+            self._known[name] if name in kernels else run_boxed(each.module) for name, each in named
+        ]
+
+    def _is_kernel(self, segment: Segment) -> bool:
+        return self.inner != "eager" and not segment.only_views
 
     def _inductor(self, module: fx.GraphModule, is_backward: bool) -> Boxed:
         # Outputs cross to nodes that were traced with these strides.

@@ -74,11 +74,13 @@ def lower(
     last = _last_readers(program, pieces)
     backward = program.region is Region.BACKWARD
     places = Places(program)
+    segments = [piece for piece in pieces if isinstance(piece, Segment)]
+    compiled = iter(compiler.compile(segments, is_backward=backward))
     steps: list[Step] = []
     for index, piece in enumerate(pieces):
         read, made = _read_by(piece), _made_by(piece)
         if isinstance(piece, Segment):
-            run = compiler.compile(piece, is_backward=backward)
+            run = next(compiled)
         else:
             run = _bind(piece, program, kernels)
         if watch is not None:

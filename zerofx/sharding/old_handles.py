@@ -6,8 +6,9 @@ a `StaleParameter`: using it raises and names the parameter, so that nothing is 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,29 +54,46 @@ class StaleParameter(nn.Parameter):
         return id(self)
 
 
-def optimizers_of(params: list[nn.Parameter]) -> list[Optimizer]:
-    """Live optimizers that hold any of `params`.
+@dataclasses.dataclass(frozen=True)
+class Holders:
+    """What is edited when parameters are replaced; lists and dicts are those of tensors."""
+
+    optimizers: list[Optimizer]
+    lists: list[list[Tensor]]
+    dicts: list[dict[Any, Tensor]]
+
+
+def holders_of(params: list[nn.Parameter]) -> Holders:
+    """Whatever live thing holds any of `params`.
 
     Raises:
-        UnsupportedError: one of them cannot work on sharded parameters.
+        UnsupportedError: one is an optimizer that cannot work on sharded parameters.
     """
     wanted = {id(param) for param in params}
     found = _holders(wanted)
-    if any(_needs_more(optimizer) for optimizer in found):
+    if any(_needs_more(optimizer) for optimizer in found.optimizers):
         # One that the user dropped already may live on in a reference cycle.
         del found
         gc.collect()
         found = _holders(wanted)
-    refuse_optimizers(found)
+    refuse_optimizers(found.optimizers)
     return found
 
 
-def _holders(wanted: set[int]) -> list[Optimizer]:
-    return [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), Optimizer) and _holds(thing, wanted)
-    ]
+def _holders(wanted: set[int]) -> Holders:
+    # One look at all that lives: gc.get_referrers compares everything with every parameter.
+    found = Holders([], [], [])
+    for thing in gc.get_objects():
+        kind: type[Any] = type(thing)
+        if kind is list and thing and issubclass(type(thing[0]), Tensor):
+            if any(id(item) in wanted for item in thing):
+                found.lists.append(thing)
+        elif kind is dict and issubclass(type(next(iter(thing.values()), None)), Tensor):
+            if any(id(item) in wanted for item in list(thing.values())):
+                found.dicts.append(thing)
+        elif issubclass(kind, Optimizer) and _holds(thing, wanted):
+            found.optimizers.append(thing)
+    return found
 
 
 def refuse_optimizers(optimizers: list[Optimizer]) -> None:
@@ -127,17 +145,14 @@ def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
         setattr(old, "_post_accumulate_grad_hooks", None)  # noqa: B010 (typed as always there)
 
 
-def move_lists(replaced: Replaced) -> None:
-    """Edit lists and dicts of tensors that hold old parameters."""
-    olds = [old for old, _ in replaced.values()]
-    for holder in gc.get_referrers(*olds):
-        if holder is olds:
-            continue
-        if type(holder) is list and all(isinstance(item, Tensor) for item in holder):
-            holder[:] = [_new(item, replaced) for item in holder]
-        elif type(holder) is dict and all(isinstance(item, Tensor) for item in holder.values()):
-            for key, item in list(holder.items()):
-                holder[key] = _new(item, replaced)
+def move_collections(holders: Holders, replaced: Replaced) -> None:
+    """Put the new parameters into lists and dicts that hold nothing but tensors."""
+    for each in holders.lists:
+        if _all_tensors(each):
+            each[:] = [_new(item, replaced) for item in each]
+    for each in holders.dicts:
+        if _all_tensors(each.values()):
+            each.update({key: _new(item, replaced) for key, item in each.items()})
 
 
 def make_stale(old: nn.Parameter, name: str) -> None:
@@ -150,8 +165,12 @@ def make_stale(old: nn.Parameter, name: str) -> None:
 
 
 def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
-    groups = optimizer.__dict__.get("param_groups", ())
+    groups = optimizer.__dict__.get("param_groups", ())  # it may be half built
     return any(id(param) in wanted for group in groups for param in group["params"])
+
+
+def _all_tensors(things: Iterable[Any]) -> bool:
+    return all(isinstance(thing, Tensor) for thing in things)
 
 
 def _new(item: Any, replaced: Replaced) -> Any:

@@ -59,7 +59,7 @@ def shard_model(
     names = _names_by_parameter(model, known)
     olds = {id(param): param for _, param in model.named_parameters() if id(param) in names}
     refuse_parameters((names[key][0], param) for key, param in olds.items())
-    optimizers = old_handles.optimizers_of(list(olds.values()))
+    holders = old_handles.holders_of(list(olds.values()))
     if session is None:
         if not olds:
             raise ShardingError(f"{type(model).__name__} has no parameters", "compile it as it is")
@@ -80,9 +80,9 @@ def shard_model(
     }
     _install(model, replaced)
     session.set_root(model)
-    for optimizer in optimizers:
+    for optimizer in holders.optimizers:
         old_handles.move_optimizer(optimizer, replaced, cut)
-    old_handles.move_lists(replaced)
+    old_handles.move_collections(holders, replaced)
     for old, state in replaced.values():
         old_handles.make_stale(old, state.spec.name)
     return session

@@ -1,7 +1,7 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: captured, compiler, distributed, tensors.
+Modules: captured, compiler, distributed, tensors, turns.
 """
 
 from zerofx.torch_private.captured import (
@@ -62,6 +62,7 @@ from zerofx.torch_private.tensors import (
     unwrap_compiled,
     with_local,
 )
+from zerofx.torch_private.turns import in_turns
 
 __all__ = [
     "Compilation",
@@ -82,6 +83,7 @@ __all__ = [
     "fake_mode",
     "fake_mode_of",
     "frame_being_compiled",
+    "in_turns",
     "inductor_joint_passes",
     "inductor_options_of_mode",
     "inside_reentrant_checkpoint",
