@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -113,8 +115,16 @@ _VOLUMES: dict[str, Callable[..., float]] = {
 def peak_bytes(train: Callable[[Callable[[], None]], None]) -> tuple[int, int]:
     """Most bytes that the CPU allocator had given out at once, and those given out at the start.
 
-    Runs `train(mark)` under the profiler from its first allocation, so that memory which only C++
-    holds (buckets, saved values) counts as well; looks at what happens after `mark()` is called.
+    Runs `train(mark)`; looks at what happens after `mark()` is called.
+    """
+    return peak_of_events(memory_events(train))
+
+
+def memory_events(train: Callable[[Callable[[], None]], None]) -> list[dict[str, Any]]:
+    """The trace of `train(mark)`.
+
+    It runs under the profiler from its first allocation, so that memory which only C++ holds
+    (buckets, saved values) counts as well.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = os.path.join(folder, "trace.json")
@@ -123,7 +133,7 @@ def peak_bytes(train: Callable[[Callable[[], None]], None]) -> tuple[int, int]:
             train(_mark)
         profiled.export_chrome_trace(trace)
         with open(trace) as file:
-            return peak_of_events(json.load(file)["traceEvents"])
+            return json.load(file)["traceEvents"]
 
 
 def _mark() -> None:
@@ -132,15 +142,27 @@ def _mark() -> None:
 
 
 def peak_of_events(events: list[dict[str, Any]]) -> tuple[int, int]:
-    """Peak and start of the running sum of a trace's memory events, from the mark on."""
-    begin = next(event["ts"] for event in events if event["name"] == _MARK)
+    """Peak and start of the running sum of a trace's memory events, from the first mark on."""
+    starts, peaks = zip(*_stretches(events), strict=True)
+    return max(peaks), starts[0]
+
+
+def peaks_of_events(events: list[dict[str, Any]]) -> list[int]:
+    """Peaks between each mark and the next."""
+    return [peak for _, peak in _stretches(events)]
+
+
+def _stretches(events: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Of each mark, what is given out there, and the most until the next mark."""
+    marks = sorted(event["ts"] for event in events if event["name"] == _MARK)
     memory = sorted(
         (event["ts"], event["args"]["Total Allocated"])
         for event in events
         if event["name"] == "[memory]"
     )
-    start = [total for when, total in memory if when < begin][-1]
-    return max([start, *(total for when, total in memory if when >= begin)]), start
+    for begin, end in itertools.pairwise([*marks, math.inf]):
+        start = [total for when, total in memory if when < begin][-1]
+        yield start, max([start, *(total for when, total in memory if begin <= when < end)])
 
 
 def interface_bytes(interface: str) -> int:

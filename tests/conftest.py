@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +11,14 @@ import pytest
 
 from tests.rank_failures import native_crashes
 from tests.ranks import close_pools
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a run share what Inductor compiles; the next run starts with nothing."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="zerofx_inductor_", ignore_cleanup_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.fixture(scope="session", autouse=True)

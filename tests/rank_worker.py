@@ -32,8 +32,8 @@ def serve(
 ) -> None:
     """Answers each job with `(True, result)` or `(False, (kind, message, traceback))`."""
     os.setpgid(0, 0)
-    _end_with_the_session()
-    _redirect_output(log)
+    end_with_the_session()
+    redirect_output(log)
     stacks_file = open(stacks, "ab", buffering=0)  # noqa: SIM115 - open for the process's life
     faulthandler.enable(stacks_file)
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
@@ -102,7 +102,7 @@ def _fresh_state(environment: dict[str, str]) -> None:
     torch.manual_seed(0)
 
 
-def _redirect_output(log: str) -> None:
+def redirect_output(log: str) -> None:
     """Sends everything a rank prints, C++ too, to its own file, which failures quote."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -111,7 +111,7 @@ def _redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _end_with_the_session() -> None:
+def end_with_the_session() -> None:
     """Leaves no rank behind, not even a hung one, when the test process is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -147,18 +148,14 @@ class Pool:
             raise
 
     def _spawn(self, rank: int, world_size: int) -> Worker:
-        env = _worker_env()
-        # A server that has imported torch once forks the workers: a new pool takes a second.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOAD))
+        env = worker_env()
         ours, theirs = multiprocessing.Pipe()
         stacks, log = self.dir / f"rank{rank}.stacks", self.dir / f"rank{rank}.log"
         stacks.touch()
         log.touch()
         args = (rank, world_size, self.store.port, theirs, str(stacks), str(log), env)
-        process = context.Process(target=serve, args=args, name=f"rank{rank}")
-        with patch.dict(os.environ, env):
-            process.start()
+        process = forkserver().Process(target=serve, args=args, name=f"rank{rank}")
+        process.start()
         theirs.close()
         return Worker(rank, process, ours, stacks, log)
 
@@ -252,6 +249,7 @@ _PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
 )
 
 
@@ -264,13 +262,22 @@ def _session_path() -> str:
     return _session_dir.name
 
 
-def _worker_env() -> dict[str, str]:
+def forkserver() -> Any:
+    """Processes come from a server that has imported torch once: a new pool takes a second."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    with patch.dict(os.environ, worker_env()):
+        ensure_running()
+    return context
+
+
+def worker_env() -> dict[str, str]:
+    """What ranks are told, whatever they run."""
     env = {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         # Compile in the rank itself: a compile pool per rank would cost seconds and gigabytes.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": os.path.join(_session_path(), "inductor"),
     }
     if sys.platform == "linux":
         # Otherwise gloo looks the host's own name up, which fails on machines without DNS.

@@ -10,21 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(
-    script: Path, *arguments: str, alone: bool = False, ranks: int = 2, **environment: str
-) -> str:
-    """Run a script on some ranks; returns what they wrote to standard error.
+def torchrun(script: Path, *arguments: str, **environment: str) -> str:
+    """Run a script on two ranks; returns what they wrote to standard error.
 
     Args:
         script: what to run.
         arguments: of the script.
-        alone: whether zerofx cannot be imported.
-        ranks: how many.
         environment: what to add to it.
     """
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    path = "" if alone else str(ROOT)
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **environment}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **environment}
     done = subprocess.run(
         [sys.executable, *command, str(script), *arguments],
         env={**os.environ, **ours},

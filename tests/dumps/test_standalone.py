@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dumps.everything import SEED, batch, local, model, step
-from tests.dumps.processes import torchrun
 from tests.ranks import run_ranks
+from tests.scripts import run_script
 
 
 def _save(folder: Path, value: Any) -> None:
@@ -84,8 +84,8 @@ def _compared(ranks: int, stage: int, options: dict[str, Any], tmp_path: Path) -
     run_ranks(ranks, _train, tmp_path, stage, options)
     (dump,) = (tmp_path / "dump").glob("graph*")
     folders = [str(tmp_path / name) for name in ("forward", "saved", "backward", "gradients")]
-    where: Any = {"alone": "quantize_weights" not in options, "ranks": ranks}
-    torchrun(dump / "forward" / "program.py", *folders[:2], str(SEED), **where)
+    where: Any = {"without": "" if "quantize_weights" in options else "zerofx", "ranks": ranks}
+    run_script(dump / "forward" / "program.py", *folders[:2], str(SEED), **where)
     expected = _load(tmp_path / "expected")
     for rank, (want, got) in enumerate(zip(expected, _load(tmp_path / "saved"), strict=True)):
         number = want["num_user_outputs"]
@@ -93,7 +93,7 @@ def _compared(ranks: int, stage: int, options: dict[str, Any], tmp_path: Path) -
         assert torch.equal(loss, want["loss"]), f"rank {rank}"
         (tmp_path / "backward").mkdir(exist_ok=True)
         torch.save([*got[number:], torch.ones_like(loss)], tmp_path / "backward" / f"rank{rank}.pt")
-    torchrun(dump / "backward" / "program.py", *folders[2:], **where)
+    run_script(dump / "backward" / "program.py", *folders[2:], **where)
     for want, got in zip(expected, _load(tmp_path / "gradients"), strict=True):
         grads = _tensors(want["grads"])
         assert len(grads) == len(_tensors(got)) == (8 if options else 10)

@@ -246,7 +246,7 @@ def _cast(at_rest: torch.dtype, domain: Domain) -> torch.dtype | None:
 
 
 def _next_index(session: Session) -> int:
-    return 1 + max((state.spec.index for state in session.states), default=-1)
+    return 1 + session.states[-1].spec.index if session.states else 0
 
 
 def rebuild_state(

@@ -1,0 +1,87 @@
+"""Scripts on ranks of their own, without the seconds that torchrun takes to import torch anew.
+
+    printed = run_script(EXAMPLES / "quickstart.py", "--steps", "3", ranks=2)
+
+Ranks are forked from a process that has imported torch, and find in their environment what torchrun
+would tell them. Variables that torch reads when it is imported come too late: use torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.rank_worker import end_with_the_session, redirect_output
+from tests.ranks import forkserver, worker_env
+
+
+def run_script(
+    script: Path, *arguments: str, ranks: int = 2, timeout: float = 150, without: str = ""
+) -> str:
+    """Run a script on some ranks; returns what they printed, rank by rank.
+
+    Args:
+        script: what to run.
+        arguments: of the script.
+        ranks: how many.
+        timeout: seconds, times the processes of pytest that share the machine.
+        without: a package that cannot be imported there.
+    """
+    timeout *= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
+    env = {**os.environ, **worker_env()}
+    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    # The store is there already, as torchrun's agent has one.
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}") for rank in range(ranks)]
+        processes = [
+            forkserver().Process(
+                target=_run, args=(rank, str(logs[rank]), env, str(script), arguments, without)
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            give_up = time.monotonic() + timeout
+            for process in processes:
+                process.join(max(0.0, give_up - time.monotonic()))
+        finally:
+            for process in processes:
+                if process.is_alive() and process.pid:
+                    os.killpg(process.pid, signal.SIGKILL)
+        printed = [log.read_text(errors="replace") for log in logs]
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * ranks, (codes, *(text[-3000:] for text in printed))
+    return "".join(printed)
+
+
+def _run(
+    rank: int, log: str, env: dict[str, str], script: str, arguments: tuple[str, ...], without: str
+) -> None:
+    os.setpgid(0, 0)
+    end_with_the_session()
+    redirect_output(log)
+    os.environ.clear()
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    if without:
+        for name in [name for name in sys.modules if name.partition(".")[0] == without]:
+            del sys.modules[name]
+        sys.modules[without] = None  # pyright: ignore[reportArgumentType] - how Python spells it
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
