@@ -54,6 +54,7 @@ def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
             wanted: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer)}
             saved = metadata.state_dict_metadata
             out["optimizer"] = wanted
+            _add_settings(wanted["param_groups"], saved)
             wanted["state"] = {
                 name: entries
                 for name, entries in wanted["state"].items()
@@ -63,6 +64,15 @@ def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
         options = StateDictOptions(strict=False)  # parameters without gradients have no state
         set_optimizer_state_dict(model, optimizer, out["optimizer"], options=options)
     set_model_state_dict(model, out["model"])
+
+
+def _add_settings(groups: list[dict[str, Any]], saved: Iterable[str]) -> None:
+    """Ask for settings that only the checkpoint's groups have: schedules write `initial_lr`."""
+    for number, group in enumerate(groups):
+        prefix = f"optimizer.param_groups.{number}."
+        for name in saved:
+            if name.startswith(prefix):
+                group.setdefault(name.removeprefix(prefix), None)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Programs of other libraries: loops and adapters of Hugging Face; Lightning; files of DeepSpeed.
 
 The libraries are optional (`pip install 'zerofx[hf]'`, `'zerofx[lightning]'`), and imported when a
-name is asked for. Modules: accelerator, trainer, adapters, recipe, lightning. Packages: deepspeed.
+name is asked for. Modules: accelerator, trainer, adapters, embeddings, recipe,
+lightning. Packages: deepspeed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from zerofx.errors import MissingPackageError
 if TYPE_CHECKING:
     from zerofx.integrations.accelerator import Accelerator
     from zerofx.integrations.adapters import save_adapters
+    from zerofx.integrations.embeddings import resize_token_embeddings
     from zerofx.integrations.lightning import ZeroStrategy
     from zerofx.integrations.recipe import auto_values
     from zerofx.integrations.trainer import Trainer, TrainerMixin
 
-__all__ = ["Accelerator", "Trainer", "TrainerMixin", "ZeroStrategy", "auto_values", "save_adapters"]
+__all__ = [
+    "Accelerator",
+    "Trainer",
+    "TrainerMixin",
+    "ZeroStrategy",
+    "auto_values",
+    "resize_token_embeddings",
+    "save_adapters",
+]
 
 _HOMES = {
     "Accelerator": ("accelerator", "hf", ("accelerate",)),
@@ -27,6 +37,7 @@ _HOMES = {
     "TrainerMixin": ("trainer", "hf", ("accelerate", "transformers")),
     "ZeroStrategy": ("lightning", "lightning", ("lightning",)),
     "auto_values": ("recipe", "", ()),
+    "resize_token_embeddings": ("embeddings", "", ()),
     "save_adapters": ("adapters", "hf", ("peft",)),
 }
 """By name: its module, the extra that brings what that needs, and the packages."""
