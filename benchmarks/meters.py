@@ -117,14 +117,15 @@ def peak_bytes(train: Callable[[Callable[[], None]], None]) -> tuple[int, int]:
 
     Runs `train(mark)`; looks at what happens after `mark()` is called.
     """
-    return peak_of_events(memory_events(train))
+    peaks, starts = zip(*memory_peaks(train), strict=True)
+    return max(peaks), starts[0]
 
 
-def memory_events(train: Callable[[Callable[[], None]], None]) -> list[dict[str, Any]]:
-    """The trace of `train(mark)`.
+def memory_peaks(train: Callable[[Callable[[], None]], None]) -> list[tuple[int, int]]:
+    """Of each call of `mark()`: most bytes given out until the next, and those given out there.
 
-    It runs under the profiler from its first allocation, so that memory which only C++ holds
-    (buckets, saved values) counts as well.
+    `train(mark)` runs under the profiler from its first allocation, so that memory which only C++
+    holds (buckets, saved values) counts as well.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace = os.path.join(folder, "trace.json")
@@ -133,36 +134,24 @@ def memory_events(train: Callable[[Callable[[], None]], None]) -> list[dict[str,
             train(_mark)
         profiled.export_chrome_trace(trace)
         with open(trace) as file:
-            return json.load(file)["traceEvents"]
-
-
-def _mark() -> None:
-    with torch.profiler.record_function(_MARK):
-        pass
-
-
-def peak_of_events(events: list[dict[str, Any]]) -> tuple[int, int]:
-    """Peak and start of the running sum of a trace's memory events, from the first mark on."""
-    starts, peaks = zip(*_stretches(events), strict=True)
-    return max(peaks), starts[0]
-
-
-def peaks_of_events(events: list[dict[str, Any]]) -> list[int]:
-    """Peaks between each mark and the next."""
-    return [peak for _, peak in _stretches(events)]
-
-
-def _stretches(events: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
-    """Of each mark, what is given out there, and the most until the next mark."""
+            events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     marks = sorted(event["ts"] for event in events if event["name"] == _MARK)
     memory = sorted(
         (event["ts"], event["args"]["Total Allocated"])
         for event in events
         if event["name"] == "[memory]"
     )
+    found: list[tuple[int, int]] = []
     for begin, end in itertools.pairwise([*marks, math.inf]):
         start = [total for when, total in memory if when < begin][-1]
-        yield start, max([start, *(total for when, total in memory if begin <= when < end)])
+        peak = max([start, *(total for when, total in memory if begin <= when < end)])
+        found.append((peak, start))
+    return found
+
+
+def _mark() -> None:
+    with torch.profiler.record_function(_MARK):
+        pass
 
 
 def interface_bytes(interface: str) -> int:

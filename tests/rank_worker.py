@@ -102,11 +102,11 @@ def _fresh_state(environment: dict[str, str]) -> None:
     torch.manual_seed(0)
 
 
-def redirect_output(log: str) -> None:
-    """Sends everything a rank prints, C++ too, to its own file, which failures quote."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def redirect_output(log: str, errors: str = "") -> None:
+    """Sends everything a rank prints, C++ too, to its own file or two, which failures quote."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.dup2(os.open(log, flags), 1)
+    os.dup2(os.open(errors, flags) if errors else 1, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 

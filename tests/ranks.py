@@ -50,8 +50,7 @@ def run_ranks(
 
     A hang fails after `timeout` seconds, times the processes of pytest that share the machine.
     """
-    name = _importable_name(function)
-    timeout *= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    name, timeout = _importable_name(function), patience(timeout)
     try:
         return _run_once(world_size, name, args, kwargs, timeout)
     except RanksFailed as failed:
@@ -59,6 +58,11 @@ def run_ranks(
             raise
         native_crashes.append(str(failed))
         return _run_once(world_size, name, args, kwargs, timeout)
+
+
+def patience(seconds: float) -> float:
+    """How long to wait for what takes `seconds` at most where one process of pytest is alone."""
+    return seconds * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def _run_once(

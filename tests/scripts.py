@@ -15,19 +15,23 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.rank_worker import end_with_the_session, redirect_output
-from tests.ranks import forkserver, worker_env
+from tests.ranks import GRACE_SECONDS, forkserver, patience, worker_env
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run_script(
     script: Path, *arguments: str, ranks: int = 2, timeout: float = 150, without: str = ""
 ) -> str:
-    """Run a script on some ranks; returns what they printed, rank by rank.
+    """Run a script on some ranks; returns what they wrote to standard output, rank by rank.
 
     Args:
         script: what to run.
@@ -36,7 +40,7 @@ def run_script(
         timeout: seconds, times the processes of pytest that share the machine.
         without: a package that cannot be imported there.
     """
-    timeout *= int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    timeout = patience(timeout)
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
@@ -46,41 +50,56 @@ def run_script(
     # The store is there already, as torchrun's agent has one.
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"rank{rank}") for rank in range(ranks)]
+        files = [(f"{folder}/out{rank}", f"{folder}/errors{rank}") for rank in range(ranks)]
+        what = (env, str(script), arguments, without)
         processes = [
-            forkserver().Process(
-                target=_run, args=(rank, str(logs[rank]), env, str(script), arguments, without)
-            )
+            forkserver().Process(target=_run, args=(rank, *files[rank], *what))
             for rank in range(ranks)
         ]
         try:
             for process in processes:
                 process.start()
-            give_up = time.monotonic() + timeout
-            for process in processes:
-                process.join(max(0.0, give_up - time.monotonic()))
+            _join(processes, timeout)
         finally:
             for process in processes:
                 if process.is_alive() and process.pid:
                     os.killpg(process.pid, signal.SIGKILL)
-        printed = [log.read_text(errors="replace") for log in logs]
+                    process.join()
+        texts = [[Path(file).read_text(errors="replace") for file in pair] for pair in files]
     codes = [process.exitcode for process in processes]
-    assert codes == [0] * ranks, (codes, *(text[-3000:] for text in printed))
-    return "".join(printed)
+    assert codes == [0] * ranks, (codes, *(text[-3000:] for pair in texts for text in pair))
+    return "".join(printed for printed, _ in texts)
+
+
+def _join(processes: list[Any], timeout: float) -> None:
+    """Waits for every rank; after a first failure, only a short grace for the others."""
+    deadline = time.monotonic() + timeout
+    pending = {process.sentinel: process for process in processes}
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for sentinel in wait(list(pending), left):
+            process = pending.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
 
 def _run(
-    rank: int, log: str, env: dict[str, str], script: str, arguments: tuple[str, ...], without: str
+    rank: int,
+    log: str,
+    errors: str,
+    env: dict[str, str],
+    script: str,
+    arguments: tuple[str, ...],
+    without: str,
 ) -> None:
     os.setpgid(0, 0)
     end_with_the_session()
-    redirect_output(log)
+    redirect_output(log, errors)
     os.environ.clear()
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     if without:
-        for name in [name for name in sys.modules if name.partition(".")[0] == without]:
-            del sys.modules[name]
+        assert not any(name.partition(".")[0] == without for name in sys.modules), without
         sys.modules[without] = None  # pyright: ignore[reportArgumentType] - how Python spells it
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))

@@ -12,30 +12,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.scripts import run_script
+from tests.scripts import TORCHRUN, run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(out: Path, *arguments: str, torchrun: bool = False) -> str:
-    """Run an example that trains on text and return what it printed."""
-    place = ("--tiny", "--out", str(out), "--cache", str(out / "cache"))
-    return run_example(*arguments, *place, torchrun=torchrun)
-
-
-def run_example(script: str, *options: str, torchrun: bool = False) -> str:
+def run_example(script: str, *options: str) -> str:
     """Run an example on two ranks and return what it printed."""
-    options = (*options, "--inner", "eager")
-    if not torchrun:
-        return run_script(EXAMPLES / script, *options, timeout=200)
-    return run_command(*TORCHRUN, str(EXAMPLES / script), *options)
+    return run_script(EXAMPLES / script, *options, "--inner", "eager", timeout=200)
 
 
-def run_command(*arguments: str) -> str:
-    """Run Python and return what it printed."""
+def run_command(script: str, *options: str, launcher: list[str]) -> str:
+    """Run an example as a person would and return what it printed."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, *launcher, str(EXAMPLES / script), *options, "--inner", "eager"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -45,29 +35,35 @@ def run_command(*arguments: str) -> str:
     return done.stdout
 
 
+def in_folder(out: Path) -> tuple[str, ...]:
+    """Options of examples that train on text."""
+    return "--tiny", "--out", str(out), "--cache", str(out / "cache")
+
+
 @pytest.mark.parametrize("stage", ["3", "1"])
 def test_finetune_trains_saves_and_resumes(tmp_path: Path, stage: str) -> None:
-    common = ("finetune_smollm2.py", "--stage", stage, "--length", "32", "--save-every", "2")
-    few = ("--sample-tokens", "2", "--eval-windows", "2")
-    run(tmp_path, *common, *few, "--steps", "2", torchrun=stage == "3")
+    few = ("--length", "32", "--sample-tokens", "2", "--eval-windows", "2")
+    common = ("--stage", stage, *few, "--save-every", "2", *in_folder(tmp_path))
+    if stage == "3":
+        run_command("finetune_smollm2.py", *common, "--steps", "2", launcher=TORCHRUN)
+    else:
+        run_example("finetune_smollm2.py", *common, "--steps", "2")
     pictures, checkpoints = list(tmp_path.glob("*.png")), list((tmp_path / "checkpoints").iterdir())
     assert pictures and all(path.stat().st_size > 5_000 for path in pictures)
     assert checkpoints
-    printed = run(tmp_path, *common, *few, "--steps", "4", "--resume")
+    printed = run_example("finetune_smollm2.py", *common, "--steps", "4", "--resume")
     assert "resuming" in printed
     assert len(list((tmp_path / "checkpoints").iterdir())) > len(checkpoints)
 
 
 def test_quickstart_needs_no_torchrun(tmp_path: Path) -> None:
-    options = ("--tiny", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"))
-    few = ("--steps", "3", "--sample-characters", "4", "--inner", "eager")
-    printed = run_command(str(EXAMPLES / "quickstart.py"), *options, *few)
-    assert "loss" in printed
+    few = ("--steps", "3", "--sample-characters", "4")
+    assert "loss" in run_command("quickstart.py", *in_folder(tmp_path), *few, launcher=[])
 
 
 def test_trainer_trains_and_saves(tmp_path: Path) -> None:
     few = ("--length", "32", "--eval-windows", "3", "--save-every", "2", "--steps", "2")
-    printed = run(tmp_path, "trainer_smollm2.py", *few)
+    printed = run_example("trainer_smollm2.py", *few, *in_folder(tmp_path))
     assert "eval_loss" in printed and "eval_accuracy" in printed
     assert (tmp_path / "checkpoint-2" / "zerofx").is_dir()
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -77,7 +73,7 @@ def test_own_passes_change_what_moves_and_no_number() -> None:
     lines = run_example("own_pass.py", "--steps", "2").splitlines()
     losses = [line.split()[1:3] for line in lines if line.startswith("losses")]
     assert len(losses) == 2 and losses[0] == losses[1]
-    assert any(line.endswith("with own passes") for line in lines)
+    assert lines[-1].endswith("with own passes")
 
 
 def test_a_deepspeed_file_drives_a_loop(tmp_path: Path) -> None:

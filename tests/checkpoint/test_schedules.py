@@ -10,18 +10,17 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
+from tests.contract.loops import FAST
 from tests.models import batch, make
 from tests.ranks import run_ranks
 from zerofx import checkpoint
-
-OPTIONS = {"inner": "eager", "min_shard_numel": 0}
 
 
 def _built() -> tuple[nn.Module, Any, Optimizer]:
     model = make("mlp", torch.float32)
     first, *rest = model.parameters()
     groups = [{"params": [first], "lr": 0.02}, {"params": rest}]
-    run = torch.compile(model, backend="zero3", options=OPTIONS)
+    run = torch.compile(model, backend="zero3", options=FAST)
     return model, run, AdamW(groups, lr=0.01)
 
 

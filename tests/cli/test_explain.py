@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import TORCHRUN
 from zerofx.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "debug" / "trained.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def explain(*arguments: str, ranks: bool = False) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.accounting import Gpt
-from benchmarks.meters import memory_events, peak_bytes, peaks_of_events
+from benchmarks.meters import memory_peaks, peak_bytes
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.compute import Roofline
@@ -54,7 +54,7 @@ def _measured(stage: int, inner: str) -> int:
 
     # The allocator's meter forgets nothing between two looks.
     before, _ = peak_bytes(_do_nothing)
-    peaks = peaks_of_events(memory_events(train))
+    peaks = [peak for peak, _ in memory_peaks(train)]
     torch.compiler.reset()
     return statistics.median_low(peaks) - before
 

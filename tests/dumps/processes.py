@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.scripts import TORCHRUN
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,10 +20,9 @@ def torchrun(script: Path, *arguments: str, **environment: str) -> str:
         arguments: of the script.
         environment: what to add to it.
     """
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **environment}
     done = subprocess.run(
-        [sys.executable, *command, str(script), *arguments],
+        [sys.executable, *TORCHRUN, str(script), *arguments],
         env={**os.environ, **ours},
         capture_output=True,
         text=True,

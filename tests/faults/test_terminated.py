@@ -40,10 +40,7 @@ def test_in_the_middle_of_steps_and_saves(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    told, texts = 128 + signal.SIGTERM, [log.read_text() for log in logs]
-    assert told in codes, texts
-    # One may learn that the other is gone before Python comes to its handler.
-    assert all(c == told or "is gone" in t for c, t in zip(codes, texts, strict=True)), texts
+    assert codes == [128 + signal.SIGTERM] * 2, [log.read_text() for log in logs]
     last = checkpoint.latest(tmp_path / "saves")
     assert last is not None
     model = Layers()

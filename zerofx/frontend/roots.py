@@ -94,14 +94,18 @@ def find_missing_roots(sessions: Iterable[Session]) -> None:
 
     It is the smallest live module that owns every parameter of the session.
     """
-    for session in sessions:
-        if session.root() is not None or not session.states:
-            continue
+    lost = [session for session in sessions if session.root() is None and session.states]
+    modules = live_modules() if lost else []
+    for session in lost:
         wanted = {id(state.param) for state in session.states}
-        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
         owners = [module for module in modules if wanted <= _owned(module)]
         if owners:
             session.set_root(min(owners, key=lambda module: len(list(module.modules()))))
+
+
+def live_modules() -> list[nn.Module]:
+    """Every module of this process."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
 
 
 def refuse_running_wrappers() -> None:

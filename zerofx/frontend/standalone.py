@@ -255,11 +255,8 @@ class _PlainGraph:
 def _codes_text() -> str:
     """`plain_codes` as it stands behind `plain_ops`, with the names that constants need."""
     text = inspect.getsource(plain_codes).partition("annotations\n")[2]
-    before, _, after = text.partition(
-        "from zerofx.frontend.plain_ops import Layout, mean_over, own_rows\n"
-    )
-    imports, _, rest = after.partition("\n\n")
-    return f"{before}{imports}\n{_KERNEL_NAMES}\n{rest}"
+    imports, _, rest = re.sub(r"from zerofx.frontend.plain_ops .*\n", "", text).partition("\n\n\n")
+    return f"{imports}\n{_KERNEL_NAMES}\n\n{rest}"
 
 
 def _body(source: str, modules: dict[str, str]) -> Iterator[str]:

@@ -6,7 +6,6 @@ exchanged are an error; after it, resident copies of what it updated are out of 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from zerofx.errors import UnreducedGradientError
+from zerofx.frontend.roots import live_modules
 from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.params import params_of
@@ -95,7 +95,7 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
     }
     if not suspects:
         return
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = live_modules()
     for module in modules:
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             for param in module.parameters():
