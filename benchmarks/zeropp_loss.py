@@ -1,10 +1,11 @@
-"""Held-out loss of a character GPT trained from nothing: with numbers, and with ZeRO++'s codes.
+"""Held-out loss of a model in training: with numbers, and with ZeRO++'s codes.
 
     python -m benchmarks.zeropp_loss --out figures --picture docs/images/zeropp_loss.png
+    python -m benchmarks.zeropp_loss --model smollm2 --inner inductor --ranks 1 --batch 1
 
-Four ranks as two nodes of two train the GPT of `examples/quickstart.py` on Shakespeare, once for
-each contender, from the same weights on the same data. Contenders whose file is in `--out` are not
-run again.
+Ranks on two nodes train on Shakespeare, once for each contender, from the same weights on the same
+data: the character GPT of `examples/quickstart.py` from nothing, or SmolLM2-135M from its
+pretrained weights. Contenders whose file is in `--out` are not run again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.launch import run_all, torchrun
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.contenders:
         if not _file(args, name).exists():
             command = ["-m", "benchmarks.zeropp_loss", *(argv or sys.argv[1:])]
-            code = run_all([torchrun([*command, "--contender", name], 4)], environment)
+            code = run_all([torchrun([*command, "--contender", name], 2 * args.ranks)], environment)
             if code:
                 raise SystemExit(f"{name} failed with exit code {code}")
     losses = {name: json.loads(_file(args, name).read_text())["losses"] for name in args.contenders}
@@ -87,28 +88,26 @@ def draw(losses: dict[str, dict[str, float]], path: Path) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     """One rank of one contender."""
-    from kit.assets import default_cache
-    from kit.corpus import Windows, held_out_batches, python_manual, shakespeare
+    from kit.corpus import Windows, held_out_batches
     from kit.world import join
-    from quickstart import GPT, Characters
 
     with join() as world:
-        text = python_manual() if args.tiny else shakespeare(default_cache())
-        characters = Characters("".join(text.train + text.held_out))
         torch.manual_seed(0)
-        model = GPT(len(characters.alphabet), args.length, args.width, args.depth)
-        options = {"inner": "eager", "ranks_per_node": 2, **CONTENDERS[args.contender]}
+        model, train, kept, rate = (_gpt if args.model == "gpt" else _smollm2)(args, world)
+        options = {"inner": args.inner, "ranks_per_node": args.ranks, **CONTENDERS[args.contender]}
+        if args.ranks == 1:  # secondary shards lie between ranks of a node, and change no number
+            options.pop("secondary_shards", None)
         compiled = torch.compile(model, backend="zero3", options=options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
         shape = {"length": args.length, "batch": args.batch}
         place = {"rank": world.rank, "world": world.size}
-        train = characters.encode("".join(text.train))
         stream = Windows(train, seed=0, **shape, **place)
-        kept = characters.encode("".join(text.held_out))
         held_out = held_out_batches(kept, windows=args.windows, **shape, **place)
 
         def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(compiled(tokens).flatten(0, 1), targets.flatten())
+            found = compiled(tokens)
+            logits = found if isinstance(found, Tensor) else found.logits
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
         @torch.no_grad()
         def evaluate() -> float:
@@ -131,6 +130,28 @@ def _train(args: argparse.Namespace) -> None:
             _file(args, args.contender).write_text(json.dumps(found, indent=1))
 
 
+def _gpt(args: argparse.Namespace, world: Any) -> tuple[nn.Module, Tensor, Tensor, float]:
+    """Model, tokens to train on and to measure with, learning rate."""
+    from kit.assets import default_cache
+    from kit.corpus import python_manual, shakespeare
+    from quickstart import GPT, Characters
+
+    text = python_manual() if args.tiny else shakespeare(default_cache())
+    characters = Characters("".join(text.train + text.held_out))
+    train, held_out = (characters.encode("".join(each)) for each in (text.train, text.held_out))
+    model = GPT(len(characters.alphabet), args.length, args.width, args.depth)
+    return model, train, held_out, 2e-3
+
+
+def _smollm2(args: argparse.Namespace, world: Any) -> tuple[nn.Module, Tensor, Tensor, float]:
+    """The same of a pretrained model."""
+    from kit import smollm2
+    from kit.assets import default_cache
+
+    task = smollm2.load_on_all(world, default_cache(), tiny=args.tiny)
+    return task.model, task.train, task.held_out, 1e-4
+
+
 def _file(args: argparse.Namespace, name: str) -> Path:
     return args.out / f"{name.replace(', ', '_')}.json"
 
@@ -140,16 +161,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--model", choices=["gpt", "smollm2"], default="gpt")
+    parser.add_argument("--inner", choices=["eager", "inductor"], default="eager")
+    parser.add_argument("--ranks", type=int, default=2, help="on each of the two nodes")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=25, help="steps between held-out losses")
     parser.add_argument("--windows", type=int, default=256, help="held out, of all ranks")
-    parser.add_argument("--length", type=int, default=64, help="characters in a window")
+    parser.add_argument("--length", type=int, default=64, help="characters, or tokens, in a window")
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128, help="of the GPT")
+    parser.add_argument("--depth", type=int, default=4, help="of the GPT")
     parser.add_argument("--out", type=Path, default=Path("runs/zeropp_loss"))
     parser.add_argument("--picture", type=Path, help="draw it there")
-    parser.add_argument("--tiny", action="store_true", help="text from Python itself, no download")
+    parser.add_argument(
+        "--tiny", action="store_true", help="no download: Python's manual; SmolLM2 small"
+    )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--contender", choices=CONTENDERS, help="be one of its ranks")
     return parser.parse_args(argv)
