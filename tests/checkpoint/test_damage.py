@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -32,7 +33,16 @@ def _truncate(folder: Path) -> None:
     os.truncate(file, file.stat().st_size - 100)
 
 
-def _flip(folder: Path) -> None:
+def _flip_all(folder: Path) -> None:
+    _flip(folder, 7)
+
+
+def _flip_one(folder: Path) -> None:
+    """A byte of a tensor, far from the headers that the format itself would miss."""
+    _flip(folder, 0)
+
+
+def _flip(folder: Path, every: int) -> None:
     info = next(
         info
         for index, info in FileSystemReader(folder).read_metadata().storage_data.items()
@@ -40,9 +50,16 @@ def _flip(folder: Path) -> None:
     )
     file = _data_file(folder)
     content = bytearray(file.read_bytes())
-    for place in range(info.offset, info.offset + info.length, 7):
+    record = slice(info.offset, info.offset + info.length)
+    one = content.index(_rows(content[record]), info.offset) + 5
+    for place in range(record.start, record.stop, every) if every else [one]:
         content[place] ^= 0xFF
     file.write_bytes(content)
+
+
+def _rows(record: bytes) -> bytes:
+    """The memory of the tensor in a record."""
+    return torch.load(io.BytesIO(record)).numpy().tobytes()
 
 
 def _lose_file(folder: Path) -> None:
@@ -59,7 +76,8 @@ def _cut_metadata(folder: Path) -> None:
 
 DAMAGE: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_truncate, ("truncated", "__1_0.distcp: ", "latest")),
-    (_flip, ("could not be read", "__1_0.distcp: model.layers.0.weight", "latest")),
+    (_flip_all, ("could not be read", "__1_0.distcp: model.layers.0.weight", "latest")),
+    (_flip_one, ("could not be read", "__1_0.distcp: model.layers.0.weight", "checksum")),
     (_lose_file, ("missing", "__1_0.distcp: model.layers.0.weight")),
     (_lose_metadata, ("no complete checkpoint", ".metadata")),
     (_cut_metadata, (".metadata is damaged", "latest")),
@@ -82,7 +100,7 @@ def _damaged(folder: Path) -> None:
         before = again.state()
         with refused(str(bad), *words, kind=CheckpointError):
             checkpoint.load(bad, again.model, again.optimizer)
-        if damage is not _flip:
+        if damage not in (_flip_all, _flip_one):
             assert all(torch.equal(value, before[key]) for key, value in again.state().items())
         assert again.optimizer.state, "the optimizer keeps its state"
         checkpoint.load(folder / "good", again.model, again.optimizer)

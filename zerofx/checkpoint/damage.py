@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zerofx.checkpoint.reader import checked
 from zerofx.checkpoint.snapshot import State, leaves
 from zerofx.checkpoint.writer import METADATA, is_complete
 from zerofx.errors import CheckpointError
@@ -98,9 +98,7 @@ def unreadable(path: Path, metadata: Metadata, wanted: State) -> CheckpointError
 def _try(file: Path, offset: int, length: int) -> str:
     """Why an entry cannot be read; "" if it can."""
     try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            torch.load(io.BytesIO(stream.read(length)), weights_only=False)
+        torch.load(checked(file, offset, length), weights_only=False)
     except Exception as error:
         return str(error).partition("\n")[0]
     return ""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zerofx.checkpoint import damage, deepspeed
+from zerofx.checkpoint.reader import read_into
 from zerofx.checkpoint.snapshot import State
 from zerofx.checkpoint.source import Source, Stored, Unread, meta
 from zerofx.checkpoint.writer import alone, find, is_complete
@@ -67,7 +68,7 @@ def _read_dcp(folder: Path, metadata: Metadata, name: str, like: Tensor) -> Tens
     state = {name: torch.empty_like(like, device="cpu")}
     try:
         with alone():
-            dcp.load(state, checkpoint_id=folder, no_dist=True)
+            read_into(state, folder, alone=True)
     except dcp.CheckpointException as error:
         raise damage.unreadable(folder, metadata, state) from error
     return state[name]

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.checkpoint import damage, snapshot
+from zerofx.checkpoint.reader import read_into
 from zerofx.checkpoint.writer import AtomicWriter, alone, complete_below, find
 from zerofx.errors import CheckpointError
 from zerofx.runtime.params import local_tensor
@@ -131,7 +132,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
             state["extra"] = None
         try:
             with alone():
-                dcp.load(state, checkpoint_id=folder, no_dist=not _together())
+                read_into(state, folder, alone=not _together())
         except CheckpointException as error:
             raise damage.unreadable(folder, metadata, state) from error
     extra = state.get("extra")

@@ -29,7 +29,8 @@ class GraphInputs:
     Attributes:
         params: parameter by input position.
         buffers: name of each buffer that follows rank 0's, by input position.
-        sessions: the sharded models it reads, the one with most parameters first.
+        sessions: the sharded models whose parameters it reads, the one with most first; if it
+            reads none, those of its buffers.
     """
 
     params: dict[int, ParamSpec]
@@ -62,7 +63,8 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
             )
         elif id(value) in named_buffers:
             buffers[position] = named_buffers[id(value)]
-    prefixes = _prefixes(state.domain.session for state in found.values())
+    readers = [state.domain.session for state in found.values()]
+    prefixes = _prefixes(readers or [session for session, _ in buffers.values()])
     owners = owners_in(session.root() for session in prefixes)
     return GraphInputs(
         {place: _qualified(state, prefixes, owners) for place, state in found.items()},

@@ -49,8 +49,9 @@ def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
             [f"a parameter of shape {tuple(param.shape)}" for param in plain],
         )
     outer = owners[-1]
-    # A wrapper around the compiled model owns just the same parameters: the model is the root.
-    root = next(module for module in owners if _owned(module) == _owned(outer))
+    # A wrapper around the compiled model owns just the same parameters: the model is the root. It
+    # is not if more than the model holds one of them, as a tied head does.
+    root = next(module for module in owners if _places(module) == _places(outer))
     compiled = _compiled_module(frames)
     if compiled is not None and _owned(compiled) != _owned(outer):
         raise ShardingError(
@@ -148,6 +149,11 @@ def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module
 
 def _owned(module: nn.Module) -> set[int]:
     return {id(param) for param in module.parameters()}
+
+
+def _places(module: nn.Module) -> set[tuple[int, str]]:
+    """Where parameters are held: the submodule, by `id`, and the name there."""
+    return {(id(each), name) for each in module.modules() for name in each._parameters}
 
 
 def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]]) -> None:

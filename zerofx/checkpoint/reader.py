@@ -1,0 +1,55 @@
+"""Read a checkpoint of DCP, checksums included: torch writes them, and does not look at them."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+
+def read_into(state: dict[str, Any], folder: Path, *, alone: bool) -> None:
+    """Fill a state with what a checkpoint holds under the same names.
+
+    Args:
+        state: tensors are filled in place, anything else is replaced.
+        folder: of the checkpoint.
+        alone: whether only this rank reads.
+
+    Raises:
+        CheckpointException: something cannot be read, or is not what was written.
+    """
+    dcp.load(state, storage_reader=_CheckingReader(folder), no_dist=alone)
+
+
+def checked(file: Path, offset: int, length: int) -> io.BytesIO:
+    """An entry of a file, which is a zip archive as `torch.save` makes them.
+
+    Raises:
+        BadZipFile: it is not what was written.
+    """
+    with file.open("rb") as stream:
+        stream.seek(offset)
+        content = io.BytesIO(stream.read(length))
+    with zipfile.ZipFile(content) as archive:
+        if archive.testzip() is not None:
+            raise zipfile.BadZipFile("its checksum is wrong: bytes were changed since it was saved")
+    content.seek(0)
+    return content
+
+
+class _CheckingReader(FileSystemReader):
+    """Looks at checksums of all that this rank needs before it reads any of it."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        entries = [self.storage_data[item.storage_index] for item in plan.items]
+        # Several items may be rows of one entry.
+        for file, offset, length in sorted(
+            {(e.relative_path, e.offset, e.length) for e in entries}
+        ):
+            checked(Path(self.path, file), offset, length)
+        return cast("Future[None]", super().read_data(plan, planner))
