@@ -20,6 +20,7 @@ from tests.contract.loops import (
     data,
     full,
     net,
+    refused,
     same,
     sgd,
     sharded,
@@ -82,6 +83,16 @@ def _through_data(model: Any) -> None:
         zerofx.refresh(model)
 
 
+def _assign_data(model: Any) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.9
+
+
+def _assign_full_data(model: Any) -> None:
+    values = torch.linspace(-1, 1, sum(param.numel() for param in model.parameters()))
+    nn.utils.vector_to_parameters(values, model.parameters())
+
+
 EDITS = [
     _multiply,
     _copy,
@@ -92,6 +103,8 @@ EDITS = [
     _load_assigned,
     _load_own_assigned,
     _through_data,
+    _assign_data,
+    _assign_full_data,
 ]
 
 
@@ -118,6 +131,19 @@ def _seen(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_are_seen(stage: int) -> None:
     run_ranks(2, _seen, stage)
+
+
+def _refused_data() -> None:
+    model = net()
+    zerofx.shard(model, config(3))
+    for value in (torch.zeros(3), torch.zeros(13, 7, dtype=torch.float64)):
+        with refused("(13, 7)", "nn.Parameter"):
+            model.first.weight.data = value
+    assert full(model.first.weight).any()
+
+
+def test_data_of_another_kind_is_refused() -> None:
+    run_ranks(2, _refused_data)
 
 
 def _scale_data(model: Any) -> None:

@@ -8,10 +8,13 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from zerofx.torch_private import count_foreach_zero
+from zerofx.runtime.handles import live_sessions
+from zerofx.torch_private import count_foreach_zero, read_scalars_whole
 
 # `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
 count_foreach_zero()
+# Clipping by hand, and skipping steps that overflow, ask for norms: all ranks must hear the same.
+read_scalars_whole(lambda mesh: any(mesh == session.mesh for session in live_sessions()))
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import weakref
 from collections.abc import Callable
@@ -16,30 +15,16 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.chunks import allocate, padded_chunk
+from zerofx.runtime.parameter import OWNER, Owner, ShardedParameter
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
     from zerofx.runtime.session import Session
 
-_OWNER = "_zerofx_owner"
-
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that an optimizer steps over, group by group."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-class _Owner:
-    """Keeps a parameter's state alive with the parameter, for a backward that outlives the model.
-
-    It does not travel in pickles of the parameter alone.
-    """
-
-    def __init__(self, state: ParamState) -> None:
-        self.state = state
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return collections.OrderedDict, ()
 
 
 class ParamState:
@@ -62,11 +47,12 @@ class ParamState:
         self.spec = spec
         self.domain = domain
         self.param = param
+        param.__class__ = ShardedParameter
         self.buffer = buffer
         self.dirty = False
         self.pending_grad: Tensor | None = None
         self._seen = self.versions()
-        vars(param)[_OWNER] = _Owner(self)
+        vars(param)[OWNER] = Owner(self)
         self._grad_mark: tuple[int, int, int] | None = None
         self._watches_grad = False
         domain.register(self)
@@ -82,7 +68,7 @@ class ParamState:
             self.param.requires_grad,
             self.shard.detach().clone(),
             grad,
-            {name: value for name, value in vars(self.param).items() if name != _OWNER},
+            {name: value for name, value in vars(self.param).items() if name != OWNER},
         )
 
     @property
@@ -110,6 +96,7 @@ class ParamState:
 
     def rehouse(self) -> None:
         """Follow the parameter to another dtype or device (`.to()`)."""
+        self.param.__class__ = ShardedParameter  # `.to()` gives it torch's own
         shard, buffer = self.shard, self.buffer
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
         dtype = self.spec.full_dtype if self.spec.layout.resident else shard.dtype

@@ -14,6 +14,7 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
@@ -62,6 +63,24 @@ def _zero_and_count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     values: list[Tensor] = args[0]
     torch._foreach_zero_([v._local_tensor if isinstance(v, DTensor) else v for v in values])
     torch.autograd.graph.increment_version([v for v in values if not v.is_inference()])
+
+
+def read_scalars_whole(applies: Callable[[DeviceMesh], bool]) -> None:
+    """Let `.item()`, `bool()` and the like of `DTensor`s give the global value, on every rank.
+
+    By itself torch gives each rank what its own shard says: the sum of its rows, say.
+
+    Args:
+        applies: to `DTensor`s on which meshes.
+    """
+
+    def read(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value: DTensor = args[0]
+        there = all(placement.is_replicate() for placement in value.placements)
+        local = value._local_tensor if there or not applies(value.device_mesh) else None
+        return (value.detach().full_tensor() if local is None else local).item()
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def below_transforms(value: Any) -> Any:

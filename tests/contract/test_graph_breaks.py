@@ -1,0 +1,101 @@
+"""Models that Dynamo cuts into several graphs, whatever it is that each of them reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.contract.loops import STAGES, compiled, net, same, sgd, sharded, train, twin
+from tests.ranks import run_ranks
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 9)
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        torch._dynamo.graph_break()
+        return torch.tanh(self.linear(x))
+
+
+class _TiedOutside(nn.Module):
+    """The inner model, in which Dynamo breaks, owns all parameters; the head holds one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Inner()
+        self.head = nn.Linear(7, 9, bias=False)
+        self.head.weight = self.inner.embed.weight
+        self.out = 5
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.inner(x) @ self.head.weight
+        return F.mse_loss(x[:, : self.out], y)
+
+
+class _BufferAlone(nn.Module):
+    """A graph that reads a buffer and no parameter; ranks hold different values at first."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            y = y * self.scale
+        torch._dynamo.graph_break()
+        return F.mse_loss(x, y)
+
+
+class _Views(nn.Module):
+    """Outputs of a graph that share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.linear(x)
+        left, right, whole = x[:, :5], x[:, 5:], x.view(-1)
+        torch._dynamo.graph_break()
+        return F.mse_loss(left * right, y) + whole.mean()
+
+
+class _ViewsOfAWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = self.linear.weight
+        left, right = weight[:5], weight[5:]
+        torch._dynamo.graph_break()
+        return F.mse_loss(F.linear(x, left * right, self.linear.bias[:5]), y)
+
+
+def _as_ddp(build: Any, stage: int) -> None:
+    model, ddp = net(build), twin(net(build))
+    train(compiled(model, stage), sgd(model))
+    train(ddp, sgd(ddp))
+    assert sharded(model)
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("build", [_TiedOutside, _BufferAlone, _Views, _ViewsOfAWeight])
+def test_trains_as_ddp_does(build: Any, stage: int) -> None:
+    run_ranks(2, _as_ddp, build, stage)

@@ -1,0 +1,72 @@
+"""Numbers read from parameters and gradients are those of the whole model, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contract.loops import STAGES, close, compiled, data, full, net, same, sgd, twin
+from tests.ranks import run_ranks
+
+READINGS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda value: value.sum().item(),
+    "norm": lambda value: float(value.norm()),
+    "mean": lambda value: value.mean().item(),
+    "most": lambda value: value.max().item(),
+    "zeros": lambda value: int(value.count_nonzero()),
+    "any": lambda value: bool((value > 0.3).any()),
+    "row": lambda value: value[-1].sum().item(),
+}
+
+
+def _read(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    for run in (compiled(model, stage), ddp):
+        run(*data(0)).backward()
+    pairs = list(zip(model.parameters(), ddp.parameters(), strict=True))
+    for name, read in READINGS.items():
+        for mine, plain in pairs:
+            assert read(mine) == pytest.approx(read(plain), rel=1e-5), name
+            assert read(mine.grad) == pytest.approx(read(plain.grad), rel=1e-5), name
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    wanted = nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_numbers_are_global(stage: int) -> None:
+    run_ranks(2, _read, stage)
+
+
+def _clip(model: nn.Module, most: float) -> None:
+    """By hand, as many a loop does."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = sum(grad.norm(2).item() ** 2 for grad in grads) ** 0.5
+    for grad in grads:
+        grad.mul_(min(1.0, most / norm))
+
+
+def _by_hand(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    for trained, run in ((model, compiled(model, stage)), (ddp, ddp)):
+        optimizer = sgd(trained)
+        for number in range(3):
+            run(*data(number)).backward()
+            if number == 1:
+                # An overflow, in a row that one rank owns.
+                next(iter(trained.parameters())).grad[-1:].fill_(torch.inf)  # pyright: ignore
+            _clip(trained, 0.1)
+            if all(bool(torch.isfinite(param.grad).all()) for param in trained.parameters()):  # pyright: ignore
+                optimizer.step()
+            optimizer.zero_grad()
+    same(model, ddp)
+    close(full(model.first.weight), ddp.module.first.weight, "weight")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_and_skipping_by_hand(stage: int) -> None:
+    run_ranks(2, _by_hand, stage)
