@@ -21,7 +21,8 @@ from zerofx.runtime.drift import Drift
 from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.loss_scale import GradScaler
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
-from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.parameter import local_tensor
+from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
 from zerofx.sharding.rows import cut

@@ -93,6 +93,21 @@ def _assign_full_data(model: Any) -> None:
     nn.utils.vector_to_parameters(values, model.parameters())
 
 
+def _rows(model: Any) -> None:
+    weight = model.first.weight
+    with torch.no_grad():
+        weight[0] = 5.0
+        weight[1].fill_(7.0)
+        weight[-1][2].zero_()
+        weight[3:5] *= 0.5
+        weight[:, 1].add_(1)
+        weight[weight > 6] = 3.0
+        weight[[4, 7], 2:4] = torch.tensor([1.0, 2.0])
+        nn.init.constant_(weight[8:10], 0.25)
+    weight.data[-2].zero_()
+    weight.data[2, 3] = 4.0
+
+
 EDITS = [
     _multiply,
     _copy,
@@ -105,6 +120,7 @@ EDITS = [
     _through_data,
     _assign_data,
     _assign_full_data,
+    _rows,
 ]
 
 
@@ -131,6 +147,26 @@ def _seen(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_are_seen(stage: int) -> None:
     run_ranks(2, _seen, stage)
+
+
+def _gradients(stage: int) -> None:
+    """Rows of gradients, as of an embedding that is frozen in part."""
+    model, ddp = net(), twin(net())
+    for trained, run in ((model, compiled(model, stage)), (ddp.module, ddp)):
+        run(*data(0)).backward()
+        grad = trained.first.weight.grad
+        grad[:3] = 0
+        grad[-1].mul_(2)
+        trained.last.weight.grad.data = trained.last.weight.grad * 0.5
+        trained.last.bias.grad[0] += 1
+        trained.first.bias.grad = None
+        sgd(trained).step()
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rows_of_gradients(stage: int) -> None:
+    run_ranks(2, _gradients, stage)
 
 
 def _refused_data() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.contract.loops import STAGES, close, compiled, data, full, net, same, sgd, twin
+from tests.contract.loops import STAGES, compiled, data, full, net, same, sgd, twin
 from tests.ranks import run_ranks
 
 READINGS: dict[str, Callable[[Tensor], Any]] = {
@@ -52,19 +52,19 @@ def _clip(model: nn.Module, most: float) -> None:
 
 def _by_hand(stage: int) -> None:
     model, ddp = net(), twin(net())
-    for trained, run in ((model, compiled(model, stage)), (ddp, ddp)):
+    for trained, run in ((model, compiled(model, stage)), (ddp.module, ddp)):
         optimizer = sgd(trained)
         for number in range(3):
-            run(*data(number)).backward()
+            x, y = data(number)
             if number == 1:
-                # An overflow, in a row that one rank owns.
-                next(iter(trained.parameters())).grad[-1:].fill_(torch.inf)  # pyright: ignore
+                y[:, -1] = torch.inf  # the last bias overflows, which one rank owns
+            run(x, y).backward()
             _clip(trained, 0.1)
-            if all(bool(torch.isfinite(param.grad).all()) for param in trained.parameters()):  # pyright: ignore
+            if bool(torch.isfinite(trained.last.bias.grad).all()):
                 optimizer.step()
             optimizer.zero_grad()
+    assert torch.isfinite(full(model.last.bias)).all()
     same(model, ddp)
-    close(full(model.first.weight), ddp.module.first.weight, "weight")
 
 
 @pytest.mark.parametrize("stage", [1, 3])

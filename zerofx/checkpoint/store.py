@@ -21,7 +21,7 @@ from zerofx.checkpoint import damage, snapshot
 from zerofx.checkpoint.reader import read_into
 from zerofx.checkpoint.writer import AtomicWriter, alone, complete_below, find
 from zerofx.errors import CheckpointError
-from zerofx.runtime.params import local_tensor
+from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
 
 Result = TypeVar("Result")

@@ -15,6 +15,7 @@ from torch import fx
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
+from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import dump_for
 from zerofx.frontend.inner import SegmentCompiler
@@ -86,8 +87,9 @@ class Capture:
             self._dump.graph(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
-        return trace_and_compile(
-            module,
+        traced, regenerate = views_outside(module)
+        compiled = trace_and_compile(
+            traced,
             example_inputs,
             inductor=self.config.inner == "inductor",
             forward=lambda traced, _: self._lower(traced, Region.FORWARD),
@@ -95,6 +97,7 @@ class Capture:
             inference=self._inference,
             partition=self._partition,
         )
+        return compiled if regenerate is None else lambda *args: regenerate(*compiled(*args))
 
     def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Program, Program]:
         """Forward and backward before the passes of their own; nothing is compiled or kept.

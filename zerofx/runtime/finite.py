@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.errors import NonFiniteGradientError
-from zerofx.runtime.params import local_tensor
+from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.session import Session
 
 

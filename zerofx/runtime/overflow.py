@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from zerofx.runtime.params import local_tensor
+from zerofx.runtime.parameter import local_tensor
 
 
 def mixed_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,8 @@ from zerofx.errors import ShardingError
 from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
-from zerofx.runtime.params import ParamState, local_tensor, params_of
+from zerofx.runtime.parameter import local_tensor
+from zerofx.runtime.params import ParamState, params_of
 from zerofx.runtime.session import Session
 
 

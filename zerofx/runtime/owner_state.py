@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from zerofx.runtime.owners import Owned, exchange, from_owners, rows_of, to_owners
-from zerofx.runtime.params import ParamState, as_dtensor, local_tensor
+from zerofx.runtime.parameter import local_tensor
+from zerofx.runtime.params import ParamState, as_dtensor
 from zerofx.runtime.session import Session
 
 State = collections.defaultdict[Tensor, Any]

@@ -1,16 +1,24 @@
-"""`ShardedParameter`: what a sharded model has in the place of an `nn.Parameter`."""
+"""`ShardedParameter`: what a sharded model has in the place of an `nn.Parameter`.
+
+torch's `DTensor` loses some writes in silence: `param.data = value` is done below Python and leaves
+the shard as it was, and rows that lie on several ranks are copies (`param[0].zero_()`). Here both
+arrive, also in `param.data` and `param.grad`.
+"""
 
 from __future__ import annotations
 
 import collections
 import copy
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerofx.errors import UnsupportedError
+from zerofx.torch_private import storage_key
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
@@ -29,17 +37,13 @@ class Owner:
         return collections.OrderedDict, ()
 
 
-class ShardedParameter(DTensor):
-    """A `DTensor` whose `data` can be assigned: copies of it are plain `DTensor`s.
-
-    Averages of weights and optimizers by hand write `param.data = value`, which torch does below
-    Python: a `DTensor` would keep its old shard, and nobody would notice.
-    """
+class Sharded(DTensor):
+    """A `DTensor` that can be written to; what is computed from it is a plain `DTensor`."""
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The parameter without autograd, in the same memory."""
-        return Tensor.data.__get__(self)  # pyright: ignore
+        """The tensor without autograd, in the same memory."""
+        return _writable(_DATA.__get__(self), Sharded)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -50,33 +54,120 @@ class ShardedParameter(DTensor):
         """
         if value.shape != self.shape or value.dtype != self.dtype:
             raise UnsupportedError(
-                f"a parameter of shape {tuple(self.shape)} and {self.dtype} is assigned data of "
+                f"a tensor of shape {tuple(self.shape)} and {self.dtype} is assigned data of "
                 f"shape {tuple(value.shape)} and {value.dtype}",
                 "assign a new nn.Parameter to the module's attribute; the next forward shards it",
             )
-        if not isinstance(value, DTensor):
-            everywhere = [Replicate()] * self.device_mesh.ndim
-            value = value.detach().to(self.device)
-            value = DTensor.from_local(value, self.device_mesh, everywhere, run_check=False)
         with torch.no_grad():
-            self.copy_(value)
+            self.copy_(value if isinstance(value, DTensor) else self._everywhere(value))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        found = super().__getitem__(index)
+        if _is_basic(index) and storage_key(local_tensor(found)) != storage_key(local_tensor(self)):
+            _writable(found, _Copied)
+            found._whole, found._index = self, index  # pyright: ignore
+        return found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        full = self.detach().full_tensor()
+        places = tuple(map(_full, index)) if isinstance(index, tuple) else _full(index)
+        full[places] = _full(value)
+        self.copy_(self._everywhere(full))
+
+    def _everywhere(self, full: Tensor) -> DTensor:
+        """A value that every rank has."""
+        placements = [Replicate()] * self.device_mesh.ndim
+        value = full.detach().to(self.device)
+        return DTensor.from_local(value, self.device_mesh, placements, run_check=False)
 
     @staticmethod
-    def __tensor_unflatten__(*args: Any) -> ShardedParameter:
+    def __tensor_unflatten__(*args: Any) -> Tensor:
         # AOTAutograd compares the classes of fake and real inputs.
-        made = DTensor.__tensor_unflatten__(*args)
-        made.__class__ = ShardedParameter
-        return made
+        return _writable(DTensor.__tensor_unflatten__(*args), ShardedParameter)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self._plain(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
 
-    def _plain(self) -> nn.Parameter:
+    def _plain(self) -> Tensor:
         """The same memory, gradient and attributes under torch's own class."""
-        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain = self.detach().requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
         plain.grad = self.grad
         return plain
+
+
+class ShardedParameter(Sharded):
+    """A parameter."""
+
+    @property
+    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The mean over all ranks, sharded as the parameter is."""
+        grad = _GRAD.__get__(self)
+        return _writable(grad, Sharded) if type(grad) is DTensor else grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
+
+
+class _Copied(Sharded):
+    """What indexing gives where it is no view: methods that write in place write back."""
+
+    _whole: Sharded
+    _index: Any
+
+    def __getitem__(self, index: Any) -> Tensor:
+        found = super().__getitem__(index)
+        if _is_basic(index):
+            _writable(found, _Copied)
+            found._whole, found._index = self, index  # pyright: ignore
+        return found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(index, value)
+        self._whole[self._index] = self
+
+
+def _writes_back(name: str) -> Callable[..., Any]:
+    def write(self: _Copied, *args: Any, **kwargs: Any) -> Any:
+        getattr(DTensor, name)(self, *args, **kwargs)
+        self._whole[self._index] = self
+        return self
+
+    return write
+
+
+_DATA: Any = Tensor.data
+_GRAD: Any = Tensor.grad
+_RESHAPING = ("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "t_")
+for _name in dir(Tensor):
+    _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _RESHAPING
+    if _in_place or (_name.startswith("__i") and _name[3:-2] in vars(operator)):
+        setattr(_Copied, _name, _writes_back(_name))
+
+
+def local_tensor(value: Tensor) -> Tensor:
+    """The local shard of a value that is a `DTensor`; no communication, no autograd."""
+    return cast(DTensor, value)._local_tensor
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _writable(value: Any, kind: type[Sharded]) -> Any:
+    value.__class__ = kind
+    return value
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether torch gives a view for it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.chunks import allocate, padded_chunk
-from zerofx.runtime.parameter import OWNER, Owner, ShardedParameter
+from zerofx.runtime.parameter import OWNER, Owner, ShardedParameter, local_tensor
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
@@ -275,11 +275,6 @@ def as_dtensor(local: Tensor, shape: torch.Size, domain: Domain) -> DTensor:
         placements[-1] = Shard(0)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def local_tensor(param: Tensor) -> Tensor:
-    """The local shard of a parameter that holds a `DTensor`; no communication, no autograd."""
-    return cast(DTensor, param)._local_tensor
 
 
 def _mark(grad: Tensor | None) -> tuple[int, int, int] | None:

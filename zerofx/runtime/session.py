@@ -27,7 +27,8 @@ from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
 from zerofx.runtime.network import Network, agree_on_network
 from zerofx.runtime.overflow import mixed_gradients, share_overflow
-from zerofx.runtime.params import ParamState, local_tensor
+from zerofx.runtime.parameter import local_tensor
+from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.quantized import CodeMemory
 from zerofx.runtime.watch import Watch
