@@ -13,10 +13,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.errors import ConfigError
+from zerofx.option_checks import refuse_contradictions, refuse_wrong_values
 
 Stage = Literal[0, 1, 2, 3]
 Inner = Literal["inductor", "eager"]
-_FLOATS = "None or a floating-point torch.dtype of at least 16 bits, such as torch.bfloat16"
 
 
 def _dump_from_environment() -> str:
@@ -133,7 +133,7 @@ class ZeroConfig:
     detect_anomaly: bool = False
     disable: tuple[str, ...] = ()
     passes: tuple[Any, ...] = ()
-    hang_timeout: float = 10.0
+    hang_timeout: float = dataclasses.field(default=10.0, compare=False)
     dump: str = dataclasses.field(default_factory=_dump_from_environment, compare=False)
     measure: int | None = dataclasses.field(default=None, compare=False)
 
@@ -160,94 +160,14 @@ class ZeroConfig:
         return tuple(str(getattr(each, "name", each)) for each in passes if each is not None)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "disable", tuple(self.disable))
-        object.__setattr__(self, "passes", tuple(self.passes))
-        exact = self.quantize_exact
-        exact = (exact,) if isinstance(exact, str) else tuple(exact)
-        object.__setattr__(self, "quantize_exact", exact)
+        for name in ("disable", "passes", "quantize_exact"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         if isinstance(self.quantize_gradients, list):
-            object.__setattr__(self, "quantize_gradients", tuple(self.quantize_gradients))
-        checks: list[tuple[bool, str, str]] = [
-            (self.stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3"),
-            (self.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
-            (_is_count(self.replicate, 1), "replicate", "an integer of at least 1"),
-            (
-                self.ranks_per_node is None or _is_count(self.ranks_per_node, 1),
-                "ranks_per_node",
-                "None or an integer of at least 1",
-            ),
-            (_is_count(self.accumulate, 1), "accumulate", "an integer of at least 1"),
-            (_is_count(self.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
-            (_is_size(self.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
-            (_is_size(self.memory_budget), "memory_budget", "None or an integer of at least 0"),
-            (_is_size(self.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
-            (_is_size(self.device_memory), "device_memory", "None or an integer of at least 0"),
-            (_is_float(self.param_dtype), "param_dtype", _FLOATS),
-            (_is_float(self.reduce_dtype), "reduce_dtype", _FLOATS),
-            (_is_float(self.output_dtype), "output_dtype", _FLOATS),
-            (self.quantize in (None, "auto"), "quantize", 'None or "auto"'),
-            (
-                self.secondary_shards in (False, True, "codes"),
-                "secondary_shards",
-                'False, True or "codes" (those of quantize_weights)',
-            ),
-            (
-                _are_texts(self.quantize_weights or "", num=1),
-                "quantize_weights",
-                'None or a codec, such as "int8"',
-            ),
-            (
-                _are_texts(self.gradient_codecs or ("", ""), num=2),
-                "quantize_gradients",
-                'None, a codec such as "int8", or two of them',
-            ),
-            (
-                _are_texts(self.quantize_exact),
-                "quantize_exact",
-                'patterns of names, such as ("*embed*",)',
-            ),
-            (
-                self.drift_every is None or _is_count(self.drift_every, 1),
-                "drift_every",
-                "None or an integer of at least 1",
-            ),
-            (_is_size(self.measure), "measure", "None or an integer of at least 0"),
-            (self.hang_timeout > 0, "hang_timeout", "a positive number of seconds"),
-        ]
-        for good, name, wanted in checks:
-            if not good:
-                given = getattr(self, name)
-                raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
-        if self.drift_every is not None and self.weight_codec is self.gradient_codecs is None:
-            raise ConfigError(
-                "option drift_every has no meaning where nothing is quantized",
-                "give quantize_weights or quantize_gradients, or leave it out",
-            )
-        if self.measure is not None and not self.dump:
-            raise ConfigError(
-                "option measure has no meaning without a dump", "give dump=folder too"
-            )
-        if self.mesh is not None and self.replicate != 1:
-            raise ConfigError(
-                "options mesh and replicate contradict each other",
-                "give the 2-D mesh (replicate, shard) alone, or replicate=k alone",
-            )
-        if self.secondary_shards == "codes" and self.weight_codec is None and self.stage == 3:
-            raise ConfigError(
-                'option secondary_shards="codes" has no meaning where gathers send numbers',
-                'set quantize_weights="int8" too, or use secondary_shards=True',
-            )
-        if self.secondary_shards and self.stage != 3:
-            raise ConfigError(
-                f"option secondary_shards={self.secondary_shards!r} has no meaning at stage "
-                f"{self.stage}, where parameters are not sharded between forward and backward",
-                'use backend="zero3", or leave secondary_shards out',
-            )
-        if self.mesh is not None and self.mesh.ndim not in (1, 2):
-            raise ConfigError(
-                f"option mesh has {self.mesh.ndim} axes",
-                "use a 1-D mesh (shard,) or a 2-D mesh (replicate, shard)",
-            )
+            object.__setattr__(self, "quantize_gradients", _as_tuple(self.quantize_gradients))
+        if isinstance(self.dump, os.PathLike):
+            object.__setattr__(self, "dump", os.fspath(self.dump))
+        refuse_wrong_values(self)
+        refuse_contradictions(self)
 
 
 def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> ZeroConfig:
@@ -277,23 +197,8 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
     return dataclasses.replace(base, **given)
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _are_texts(value: object, num: int | None = None) -> bool:
-    """Whether it is a tuple of strings, `num` of them; a string counts as a tuple of itself."""
-    texts = cast("tuple[Any, ...]", (value,) if isinstance(value, str) else value)
-    are = isinstance(texts, tuple) and all(isinstance(each, str) for each in texts)  # pyright: ignore[reportUnnecessaryIsInstance]
-    return are and num in (None, len(texts))
-
-
-def _is_float(value: torch.dtype | None) -> bool:
-    if value is None:
-        return True
-    # Users may pass anything, whatever the annotation says.
-    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1  # pyright: ignore[reportUnnecessaryIsInstance]
-
-
-def _is_size(value: object) -> bool:
-    return value is None or _is_count(value, 0)
+def _as_tuple(value: Any) -> Any:
+    """A list, or one string, as a tuple; anything else as it is."""
+    if isinstance(value, list):
+        return tuple(cast("list[Any]", value))
+    return (value,) if isinstance(value, str) else value

@@ -17,6 +17,7 @@ from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.choose import choose_stage
 from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.planner import at_stage
 from zerofx.frontend.roots import (
     find_missing_roots,
     find_root,
@@ -151,7 +152,9 @@ def _stage_for(
         return session.config.stage
     if root is None:
         return 0  # nothing to shard
-    return choose_stage(module, inputs, root, config_from_options(0, _options_at(0, options)))
+    # Options that have a meaning at some stages only: `zero` refuses them once it has chosen.
+    config = at_stage(config_from_options(3, _options_at(3, options)), 0)
+    return choose_stage(module, inputs, root, config)
 
 
 def _options_at(stage: Stage, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

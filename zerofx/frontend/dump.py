@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import fx
 
 from zerofx.cost.liveness import NOTHING_HELD
-from zerofx.errors import UnsupportedError
+from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.frontend.breaks import Break, find_break
 from zerofx.frontend.predict import Prediction, Setting, left_by, predict
 from zerofx.frontend.report import Ran, describe_graph, describe_program
@@ -160,15 +160,29 @@ def dump_for(
         passes: the pipeline.
         setting: where the programs run.
         readers: who else wants to know.
+
+    Raises:
+        ConfigError: nothing can be written into the folder.
     """
     told = list(readers)
     if folder and (not dist.is_initialized() or dist.get_rank() == 0):
-        told.append(_Folder(Path(folder) / f"graph{number}"))
+        told.append(_Folder(_made(Path(folder) / f"graph{number}")))
     if is_tracing():
         told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):
         told.append(_Log())
     return Dump(number, passes, told, setting) if told and passes else None
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"option dump: nothing can be written into {folder.parent}: {error.strerror}",
+            "name a folder that rank 0 may write to",
+        ) from error
+    return folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,8 +85,8 @@ def refuse_late_casts(root: nn.Module, config: ZeroConfig) -> None:
             raise ShardingError(
                 f"the first forward of {type(root).__name__} is running already, so that its "
                 f"border casts nothing ({', '.join(late)})",
-                "shard before the first forward: "
-                "zerofx.shard(model, zerofx.ZeroConfig(stage=…, param_dtype=…))",
+                "shard before the first forward, with the same options: "
+                "zerofx.shard(model, zerofx.ZeroConfig(stage=…, …))",
             )
 
 

@@ -41,7 +41,7 @@ class Sharded(DTensor):
     """A `DTensor` that can be written to; what is computed from it is a plain `DTensor`."""
 
     @property
-    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data(self) -> Tensor:
         """The tensor without autograd, in the same memory."""
         return _writable(_DATA.__get__(self), Sharded)
 
@@ -69,7 +69,7 @@ class Sharded(DTensor):
         return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        full = self.detach().full_tensor()
+        full = _full(self.detach())
         places = tuple(map(_full, index)) if isinstance(index, tuple) else _full(index)
         full[places] = _full(value)
         self.copy_(self._everywhere(full))
@@ -81,7 +81,7 @@ class Sharded(DTensor):
         return DTensor.from_local(value, self.device_mesh, placements, run_check=False)
 
     @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Tensor:
+    def __tensor_unflatten__(*args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         # AOTAutograd compares the classes of fake and real inputs.
         return _writable(DTensor.__tensor_unflatten__(*args), ShardedParameter)
 
@@ -103,7 +103,7 @@ class ShardedParameter(Sharded):
     """A parameter."""
 
     @property
-    def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def grad(self) -> Tensor | None:
         """The mean over all ranks, sharded as the parameter is."""
         grad = _GRAD.__get__(self)
         return _writable(grad, Sharded) if type(grad) is DTensor else grad
@@ -113,7 +113,7 @@ class ShardedParameter(Sharded):
         _GRAD.__set__(self, value)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _GRAD.__set__(self, None)
 
 
@@ -165,6 +165,11 @@ def _full(value: Any) -> Any:
 def _writable(value: Any, kind: type[Sharded]) -> Any:
     value.__class__ = kind
     return value
+
+
+def make_writable(param: Any) -> None:
+    """Turn a parameter that is a `DTensor` into a `ShardedParameter`: the object stays the same."""
+    param.__class__ = ShardedParameter
 
 
 def _is_basic(index: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.chunks import allocate, padded_chunk
-from zerofx.runtime.parameter import OWNER, Owner, ShardedParameter, local_tensor
+from zerofx.runtime.parameter import OWNER, Owner, local_tensor, make_writable
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
@@ -47,7 +47,7 @@ class ParamState:
         self.spec = spec
         self.domain = domain
         self.param = param
-        param.__class__ = ShardedParameter
+        make_writable(param)
         self.buffer = buffer
         self.dirty = False
         self.pending_grad: Tensor | None = None
@@ -96,7 +96,7 @@ class ParamState:
 
     def rehouse(self) -> None:
         """Follow the parameter to another dtype or device (`.to()`)."""
-        self.param.__class__ = ShardedParameter  # `.to()` gives it torch's own
+        make_writable(self.param)  # `.to()` gives it torch's own class
         shard, buffer = self.shard, self.buffer
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
         dtype = self.spec.full_dtype if self.spec.layout.resident else shard.dtype

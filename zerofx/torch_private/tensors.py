@@ -77,8 +77,9 @@ def read_scalars_whole(applies: Callable[[DeviceMesh], bool]) -> None:
     def read(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value: DTensor = args[0]
         there = all(placement.is_replicate() for placement in value.placements)
-        local = value._local_tensor if there or not applies(value.device_mesh) else None
-        return (value.detach().full_tensor() if local is None else local).item()
+        if there or not applies(value.device_mesh):
+            return value._local_tensor.item()
+        return value.full_tensor().item()
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
 

@@ -1,0 +1,80 @@
+"""Every option refuses values it cannot use, by name and with what it may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.loops import FAST, data, net
+from tests.ranks import run_ranks
+from zerofx.config import ZeroConfig
+from zerofx.errors import ConfigError
+
+WRONG: dict[str, list[Any]] = {
+    "stage": [4, -1, "3", None],
+    "inner": ["triton", None, 3],
+    "mesh": [3, "shard"],
+    "replicate": [0, True, 1.5, "2"],
+    "ranks_per_node": [0, True, "2"],
+    "secondary_shards": ["yes", 1, None],
+    "accumulate": [0, None, 2.0],
+    "broadcast_buffers": ["no", 0, None],
+    "min_shard_numel": [-1, None, "5"],
+    "bucket_bytes": [-1, 1.5, "1MB"],
+    "prefetch_bytes": [-1, 1.5, True],
+    "memory_budget": [-1, "all"],
+    "device_memory": [-1, 1e9],
+    "param_dtype": ["bfloat16", torch.int8, torch.float8_e4m3fn],
+    "reduce_dtype": ["float32", torch.int32],
+    "quantize": [True, "always"],
+    "quantize_weights": [("int8",), 8, True],
+    "quantize_gradients": [("int8",), ("int8", 4), 8],
+    "quantize_exact": [5, None, (5,)],
+    "drift_every": [0, True, 2.5],
+    "output_dtype": ["float32", torch.int8],
+    "cast_forward_inputs": ["x", 1, None],
+    "verify": ["maybe", 1],
+    "detect_anomaly": ["x", 0],
+    "disable": [None, 5, (5,)],
+    "passes": [5, None],
+    "hang_timeout": [0, -1.0, "ten", None, True],
+    "dump": [5, None],
+    "measure": [-1, 1.5],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(ConfigError) as caught:
+            ZeroConfig(**{name: value})
+        assert f"option {name}=" in str(caught.value) and "use " in caught.value.remedy, value
+
+
+def test_every_option_is_tried() -> None:
+    assert set(WRONG) == set(ZeroConfig.__dataclass_fields__)
+
+
+def test_one_text_is_a_list_of_one() -> None:
+    given = ZeroConfig(disable="schedule", quantize_exact="*head*", dump=Path("a"))  # pyright: ignore[reportArgumentType]
+    assert (given.disable, given.quantize_exact, given.dump) == (("schedule",), ("*head*",), "a")
+
+
+def _cannot_be_dumped(folder: str) -> str:
+    model: nn.Module = net()
+    run = torch.compile(model, backend="zero0", options={**FAST, "dump": folder})
+    try:
+        run(*data(0))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (said,) = run_ranks(1, _cannot_be_dumped, str(tmp_path / "file" / "dump"))
+    assert "option dump" in said and "Remedy: name a folder" in said

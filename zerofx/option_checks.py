@@ -1,0 +1,142 @@
+"""What options may be, each by itself and together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerofx.config import ZeroConfig
+
+_FLOATS = "None or a floating-point torch.dtype of at least 16 bits, such as torch.bfloat16"
+_SWITCHES = ("broadcast_buffers", "cast_forward_inputs", "verify", "detect_anomaly")
+
+
+def refuse_wrong_values(config: ZeroConfig) -> None:
+    """Look at each option by itself; users may pass anything, whatever the annotations say.
+
+    Raises:
+        ConfigError: names the option and what it may be.
+    """
+    checks: list[tuple[bool, str, str]] = [
+        (config.stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3"),
+        (config.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
+        (_is_count(config.replicate, 1), "replicate", "an integer of at least 1"),
+        (
+            config.ranks_per_node is None or _is_count(config.ranks_per_node, 1),
+            "ranks_per_node",
+            "None or an integer of at least 1",
+        ),
+        (_is_count(config.accumulate, 1), "accumulate", "an integer of at least 1"),
+        (_is_count(config.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
+        (_is_size(config.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
+        (_is_size(config.memory_budget), "memory_budget", "None or an integer of at least 0"),
+        (_is_size(config.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
+        (_is_size(config.device_memory), "device_memory", "None or an integer of at least 0"),
+        (_is_float(config.param_dtype), "param_dtype", _FLOATS),
+        (_is_float(config.reduce_dtype), "reduce_dtype", _FLOATS),
+        (_is_float(config.output_dtype), "output_dtype", _FLOATS),
+        (config.quantize in (None, "auto"), "quantize", 'None or "auto"'),
+        (
+            isinstance(config.secondary_shards, bool) or config.secondary_shards == "codes",
+            "secondary_shards",
+            'False, True or "codes" (those of quantize_weights)',
+        ),
+        (
+            isinstance(config.quantize_weights, (str, type(None))),
+            "quantize_weights",
+            'None or a codec, such as "int8"',
+        ),
+        (
+            _are_texts(config.gradient_codecs or ("", ""), num=2),
+            "quantize_gradients",
+            'None, a codec such as "int8", or two of them',
+        ),
+        (
+            _are_texts(config.quantize_exact),
+            "quantize_exact",
+            'patterns of names, such as ("*embed*",)',
+        ),
+        (
+            config.drift_every is None or _is_count(config.drift_every, 1),
+            "drift_every",
+            "None or an integer of at least 1",
+        ),
+        (_is_size(config.measure), "measure", "None or an integer of at least 0"),
+        (_is_duration(config.hang_timeout), "hang_timeout", "a positive number of seconds"),
+        (isinstance(config.dump, str), "dump", "the path of a folder, or an empty string"),
+        (_are_texts(config.disable), "disable", 'names of passes, such as ("schedule",)'),
+        (isinstance(config.passes, tuple), "passes", "a list of passes and changes"),
+        (isinstance(config.mesh, (DeviceMesh, type(None))), "mesh", "None or a DeviceMesh"),
+        *((isinstance(getattr(config, name), bool), name, "True or False") for name in _SWITCHES),
+    ]
+    for good, name, wanted in checks:
+        if not good:
+            given = getattr(config, name)
+            raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
+
+
+def refuse_contradictions(config: ZeroConfig) -> None:
+    """Look at options that exclude or need one another.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if config.drift_every is not None and config.weight_codec is config.gradient_codecs is None:
+        raise ConfigError(
+            "option drift_every has no meaning where nothing is quantized",
+            "give quantize_weights or quantize_gradients, or leave it out",
+        )
+    if config.measure is not None and not config.dump:
+        raise ConfigError("option measure has no meaning without a dump", "give dump=folder too")
+    if config.mesh is not None and config.replicate != 1:
+        raise ConfigError(
+            "options mesh and replicate contradict each other",
+            "give the 2-D mesh (replicate, shard) alone, or replicate=k alone",
+        )
+    if config.secondary_shards == "codes" and config.weight_codec is None and config.stage == 3:
+        raise ConfigError(
+            'option secondary_shards="codes" has no meaning where gathers send numbers',
+            'set quantize_weights="int8" too, or use secondary_shards=True',
+        )
+    if config.secondary_shards and config.stage != 3:
+        raise ConfigError(
+            f"option secondary_shards={config.secondary_shards!r} has no meaning at stage "
+            f"{config.stage}, where parameters are not sharded between forward and backward",
+            'use backend="zero3", or leave secondary_shards out',
+        )
+    if config.mesh is not None and config.mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"option mesh has {config.mesh.ndim} axes",
+            "use a 1-D mesh (shard,) or a 2-D mesh (replicate, shard)",
+        )
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _are_texts(value: object, num: int | None = None) -> bool:
+    """Whether it is a tuple of strings, `num` of them; a string counts as a tuple of itself."""
+    texts = cast("tuple[Any, ...]", (value,) if isinstance(value, str) else value)
+    are = isinstance(texts, tuple) and all(isinstance(each, str) for each in texts)
+    return are and num in (None, len(texts))
+
+
+def _is_float(value: torch.dtype | None) -> bool:
+    if value is None:
+        return True
+    # Users may pass anything, whatever the annotation says.
+    return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
+
+
+def _is_size(value: object) -> bool:
+    return value is None or _is_count(value, 0)
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
