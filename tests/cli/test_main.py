@@ -36,6 +36,7 @@ def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "llama(3)"], "key=value"),
         (["plan", "llama", "--input", "int64[N]"], "B for the batch size"),
         (["plan", "llama", "--world-size", "5000"], "use 1 to 4096"),
+        (["plan", "llama", "--length", "0"], "--length 0 is not allowed"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
@@ -93,14 +94,37 @@ def test_sizes(text: str, found: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("25GB/s", 25e9), ("100gbit", 12.5e9), ("100Gbit/s", 12.5e9), ("1.5e9", 1.5e9)],
+    [
+        ("25GB/s", 25e9),
+        ("25gB/s", 25e9),
+        ("25GBps", 25e9),
+        ("10 GiB/s", 10 * 2**30),
+        ("2Gbytes/s", 2e9),
+        ("1.5e9", 1.5e9),
+        ("100gbit", 12.5e9),
+        ("12.5Gbit/s", 1.5625e9),
+        ("100GBIT/S", 12.5e9),
+        ("100Gbps", 12.5e9),
+        ("100gb/s", 12.5e9),
+        ("10Gb", 1.25e9),
+    ],
 )
 def test_rates(text: str, found: float) -> None:
     assert units.rate(text) == found
 
 
 def test_what_is_no_number_is_refused() -> None:
-    for parse, text in [(units.size, "GB"), (units.rate, "fast"), (units.speed, "1.2.3T")]:
+    for parse, text in [
+        (units.size, "GB"),
+        (units.size, "1e999"),
+        (units.rate, "fast"),
+        (units.rate, "0GB/s"),
+        (units.speed, "1.2.3T"),
+        (units.speed, "0"),
+        (units.latency, "-1"),
+        (units.latency, "nan"),
+        (units.latency, "soon"),
+    ]:
         with pytest.raises(argparse.ArgumentTypeError):
             parse(text)
 
