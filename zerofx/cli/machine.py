@@ -26,7 +26,12 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="FILE", help="what `zerofx bench machine` measured and kept")
     add("--flops", type=units.speed, help="of a device (400T)")
     add("--bandwidth", type=units.rate, help="of its memory (2TB/s)")
-    add("--link", type=units.rate, metavar="RATE", help="a rank's, as 100Gbit/s; b is a bit (25GB/s)")
+    add(
+        "--link",
+        type=units.rate,
+        metavar="RATE",
+        help="a rank's, as 100Gbit/s; b is a bit (25GB/s)",
+    )
     add("--latency", type=units.latency, metavar="SECONDS", help="of a collective (20e-6)")
 
 
