@@ -52,6 +52,33 @@ def test_errors_are_one_block_with_a_remedy(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "{path} cannot be read as JSON: "),
+        ("[1]", "{path} holds a JSON list, no object"),
+        ("{}", "has model_type None"),
+        (None, "folder {folder} has no config.json"),
+    ],
+)
+def test_configurations_that_are_none(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["plan", str(tmp_path)]) == 2
+    found = capsys.readouterr().err
+    assert said.format(path=path, folder=tmp_path) in found and "\nRemedy: " in found
+
+
+def test_a_module_wants_a_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["plan", "tests.models"]) == 2
+    assert "Remedy: write tests.models:Factory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_every_option(shell: str) -> None:
     script = script_for(build_parser(), shell)
