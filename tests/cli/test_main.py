@@ -13,7 +13,7 @@ from zerofx.cli import units
 from zerofx.cli.completion import script_for
 from zerofx.cli.main import COMMANDS, build_parser, main
 from zerofx.cli.targets import find_target
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.torch_private import fake_mode
 
 
@@ -179,3 +179,16 @@ def test_a_configuration_on_disk_and_a_factory_with_arguments(tmp_path: Path) ->
 def test_a_factory_must_return_a_module() -> None:
     with pytest.raises(ConfigError, match=r"no nn\.Module"):
         find_target("json:loads(s='1')", []).build()
+
+
+def test_what_dynamo_adds_to_an_error_does_not_follow_the_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(text: str, specs: list[str]) -> None:
+        error = UnsupportedError("no", "do so")
+        error.args = (f"{error}\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace\n",)
+        raise error
+
+    monkeypatch.setattr("zerofx.cli.plan.find_target", refuse)
+    assert main(["plan", "any"]) == 1
+    assert capsys.readouterr().err == "zerofx plan: no\nRemedy: do so\n"
