@@ -16,6 +16,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ _BYTES = 4
 _INTRODUCTION = """# What each stage holds and sends
 
 Made by `python -m benchmarks.accounting --markdown docs/accounting.md`: a GPT with Ψ = {psi:.1f} M
-parameters, fp32, Adam, gloo. Numbers are per rank and in units of Ψ (bytes for memory, parameters
-for traffic): *measured / formula*. Memory is the sum of live storages, traffic is counted at the
-calls of `torch.distributed`; neither comes from zerofx's own books.
+parameters, fp32, Adam, gloo; {made}. Numbers are per rank and in units of Ψ (bytes
+for memory, parameters for traffic): *measured / formula*. Memory is the sum of live storages,
+traffic is counted at the calls of `torch.distributed`; neither comes from zerofx's own books.
 
 - **at rest**: after an optimizer step, gradients still held. Stages 1 and 2 hold the same there.
 - **peak in backward**: the most alive at any collective of a backward. Stage 1 holds all full
@@ -297,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.markdown:
         lines = [COLUMNS, ("---",) * len(COLUMNS), *map(row, found)]
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        options.markdown.write_text(f"{_INTRODUCTION.format(psi=psi)}\n{body}\n")
+        made = f"{date.today()}, torch {torch.__version__}"
+        options.markdown.write_text(f"{_INTRODUCTION.format(psi=psi, made=made)}\n{body}\n")
 
 
 if __name__ == "__main__":

@@ -99,8 +99,9 @@ def test_wrong_usage_is_refused(
         ("x = 1\n", "trained nothing that a zerofx backend compiled"),
         ("x = 1\nraise KeyError('oh')\n", "failed at {path}:2: KeyError: 'oh'"),
         ("import sys\nsys.exit(3)\n", "left with 3"),
+        ("x = 1\nx = = 2\n", "failed at {path}:2: SyntaxError: "),
     ],
-    ids=["nothing", "raises", "exits"],
+    ids=["nothing", "raises", "exits", "syntax"],
 )
 def test_scripts_that_do_not_train(
     body: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from zerofx.cli.machine import add_machine, machine_of
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
@@ -29,3 +31,15 @@ def test_a_link_that_was_said_serves_both_directions() -> None:
     said = chosen("--link", "1GB/s")
     assert said.link == Link(1e9, 1e-3) and said.reductions is None and not said.measured
     assert chosen("--latency", "0").link == Link(1e8, 0.0)
+
+
+@pytest.mark.parametrize(
+    "option", ["--link=0", "--flops=0", "--bandwidth=0", "--latency=-1", "--latency=nan"]
+)
+def test_no_machine_is_that_slow(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        chosen(option)
+    assert left.value.code == 2
+    name, _, value = option.partition("=")
+    said = capsys.readouterr().err
+    assert f"argument {name}: {value!r} is" in said

@@ -13,7 +13,7 @@ from zerofx.cli import units
 from zerofx.cli.completion import script_for
 from zerofx.cli.main import COMMANDS, build_parser, main
 from zerofx.cli.targets import find_target
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.torch_private import fake_mode
 
 
@@ -36,6 +36,7 @@ def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "llama(3)"], "key=value"),
         (["plan", "llama", "--input", "int64[N]"], "B for the batch size"),
         (["plan", "llama", "--world-size", "5000"], "use 1 to 4096"),
+        (["plan", "llama", "--length", "0"], "--length 0 is not allowed"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
@@ -49,6 +50,33 @@ def test_errors_are_one_block_with_a_remedy(
     assert "Traceback" not in text
     main([*argv, "--debug"])
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "{path} cannot be read as JSON: "),
+        ("[1]", "{path} holds a JSON list, no object"),
+        ("{}", "has model_type None"),
+        (None, "folder {folder} has no config.json"),
+    ],
+)
+def test_configurations_that_are_none(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["plan", str(tmp_path)]) == 2
+    found = capsys.readouterr().err
+    assert said.format(path=path, folder=tmp_path) in found and "\nRemedy: " in found
+
+
+def test_a_module_wants_a_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["plan", "tests.models"]) == 2
+    assert "Remedy: write tests.models:Factory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -93,14 +121,37 @@ def test_sizes(text: str, found: float) -> None:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("25GB/s", 25e9), ("100gbit", 12.5e9), ("100Gbit/s", 12.5e9), ("1.5e9", 1.5e9)],
+    [
+        ("25GB/s", 25e9),
+        ("25gB/s", 25e9),
+        ("25GBps", 25e9),
+        ("10 GiB/s", 10 * 2**30),
+        ("2Gbytes/s", 2e9),
+        ("1.5e9", 1.5e9),
+        ("100gbit", 12.5e9),
+        ("12.5Gbit/s", 1.5625e9),
+        ("100GBIT/S", 12.5e9),
+        ("100Gbps", 12.5e9),
+        ("100gb/s", 12.5e9),
+        ("10Gb", 1.25e9),
+    ],
 )
 def test_rates(text: str, found: float) -> None:
     assert units.rate(text) == found
 
 
 def test_what_is_no_number_is_refused() -> None:
-    for parse, text in [(units.size, "GB"), (units.rate, "fast"), (units.speed, "1.2.3T")]:
+    for parse, text in [
+        (units.size, "GB"),
+        (units.size, "1e999"),
+        (units.rate, "fast"),
+        (units.rate, "0GB/s"),
+        (units.speed, "1.2.3T"),
+        (units.speed, "0"),
+        (units.latency, "-1"),
+        (units.latency, "nan"),
+        (units.latency, "soon"),
+    ]:
         with pytest.raises(argparse.ArgumentTypeError):
             parse(text)
 
@@ -128,3 +179,16 @@ def test_a_configuration_on_disk_and_a_factory_with_arguments(tmp_path: Path) ->
 def test_a_factory_must_return_a_module() -> None:
     with pytest.raises(ConfigError, match=r"no nn\.Module"):
         find_target("json:loads(s='1')", []).build()
+
+
+def test_what_dynamo_adds_to_an_error_does_not_follow_the_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(text: str, specs: list[str]) -> None:
+        error = UnsupportedError("no", "do so")
+        error.args = (f"{error}\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace\n",)
+        raise error
+
+    monkeypatch.setattr("zerofx.cli.plan.find_target", refuse)
+    assert main(["plan", "any"]) == 1
+    assert capsys.readouterr().err == "zerofx plan: no\nRemedy: do so\n"

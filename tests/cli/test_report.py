@@ -57,6 +57,26 @@ def test_what_is_no_dump_is_refused(
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"version": 2', "cannot be read as JSON"),
+        ("[]", "holds a JSON list"),
+        ('{"version": 2}', "lists no programs"),
+    ],
+)
+def test_a_damaged_dump_is_named(
+    text: str, said: str, dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    for argv in (["report", str(tmp_path)], ["diff", str(dump), str(tmp_path)]):
+        assert main(argv) == 2
+        found = capsys.readouterr().err
+        assert f"{path} {said}" in found and "Remedy: dump it again" in found
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_data_cannot_end_its_script(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"version": 2, "x": "</script>{{script}}"}))
     assert "</script>{{script}}" not in build_page(tmp_path)

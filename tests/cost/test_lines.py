@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from zerofx.cost.curve import Curve
 from zerofx.cost.lines import NotAlikeError, deepen, line_through
-from zerofx.cost.liveness import Curve
 
 
 def _curve(depth: int, batch: int, *, extra: str = "") -> Curve:

@@ -20,7 +20,7 @@ from zerofx.cost.memory import (
     states,
     wire_formula,
 )
-from zerofx.frontend.planner import Planner
+from zerofx.frontend.planner import Plan, Planner
 from zerofx.ir.spec import Layout, ParamSpec
 
 # ZeRO, table 1: GB on each device at stages 1, 2 and 3, by parameters and ranks.
@@ -93,6 +93,45 @@ class _Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.top(torch.tanh(self.base(x))).square().mean()
+
+
+class _Small(nn.Module):
+    """Two layers whose gradients outweigh a sample, and shards of nothing on most ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.relu(self.one(x)))
+
+
+def _plan_of_small(num_ranks: int, device: str = "cuda") -> Plan:
+    return Planner(
+        _Small,
+        lambda batch, length: ((torch.empty(batch, 64),), {}),
+        ZeroConfig(),
+        machine_of(device),
+        FP32_ADAM,
+        *(num_ranks, 1, 1),
+    ).plan()
+
+
+def test_activations_are_affine_where_communication_has_the_peak() -> None:
+    """Two rows of 64 floats: the output and the input, or what was computed from it."""
+    for stage in _plan_of_small(4096).stages.values():
+        for line in (stage.forecast.forward, stage.forecast.backward):
+            assert (line.base[:, 0] >= 0).all() and (line.slope[:, 0] % 256 == 0).all()
+        peak, (base, slope) = stage.forecast.peak(1), stage.forecast.activations(1)
+        assert peak.activations == base + slope > 0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_one_rank_has_its_gradients_once(device: str) -> None:
+    plan = _plan_of_small(1, device)
+    for stage in plan.stages.values():
+        assert stage.forecast.peak(1).grads == 4 * plan.num_params
+        assert stage.forecast.backward.at(1)[:, 1].max() == 4 * plan.num_params
 
 
 def test_plans_count_codes_of_frozen_weights_and_errors_of_feedback() -> None:

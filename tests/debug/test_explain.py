@@ -203,6 +203,45 @@ def test_questions_about_nothing_are_refused() -> None:
         zerofx.explain(frozen, torch.zeros(4, 64))
 
 
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ({"world_size": 0}, "world_size=0 is not allowed"),
+        ({"world_size": "4"}, "world_size is '4', of type str"),
+        ({"link": 1e9}, "link is 1000000000.0, of type float"),
+        ({"link": "fast"}, "'fast' is not a rate"),
+        ({"model": len}, "of type builtin_function_or_method"),
+        ({"config": {"stage": 3}}, "of type dict"),
+        ({"machine": "cpu"}, "machine is 'cpu', of type str"),
+        ({"memory_bytes": "1GB"}, "memory_bytes is '1GB'"),
+    ],
+    ids=str,
+)
+def test_arguments_are_looked_at(argument: dict[str, Any], said: str) -> None:
+    model = argument.pop("model", Net())
+    with pytest.raises(ConfigError) as refused:
+        zerofx.explain(model, torch.zeros(4, 64), **argument)
+    assert said in str(refused.value) and "Remedy: " in str(refused.value)
+
+
+def test_a_rate_is_a_link() -> None:
+    config = zerofx.ZeroConfig(inner="eager", dump="")
+    machine = dataclasses.replace(MACHINE, reductions=Link(1.0, 1.0))
+    x = torch.zeros(4, 64)
+    found = zerofx.explain(Net(), x, config=config, world_size=1, machine=machine, link="1gbit")
+    assert found.setting.machine.link == Link(125e6, 20e-6)
+    assert found.setting.machine.reductions is None
+    assert "zero3 on 1 rank (cpu)" in str(found)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.zeros(4, 32),), (1, 2, 3)], ids=["no", "32", "3"])
+def test_inputs_that_do_not_fit_are_not_taken_for_a_frozen_model(inputs: tuple[Any, ...]) -> None:
+    config = zerofx.ZeroConfig(inner="eager", dump="")
+    with pytest.raises(UnsupportedError, match="forward of Net fails with these inputs: ") as left:
+        zerofx.explain(Net(), *inputs, config=config)
+    assert "trainable" not in str(left.value)
+
+
 def test_codes_and_hops_of_collectives() -> None:
     """Wire dtype, scales, bytes inside and between nodes, each from the option that makes it."""
     base = {"ranks_per_node": 2, "quantize_exact": (), "min_shard_numel": 0}

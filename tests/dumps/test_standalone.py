@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from tests.dumps.everything import SEED, batch, local, model, step
 from tests.ranks import run_ranks
 from tests.scripts import run_script
+from zerofx.frontend import plain_ops
 
 
 def _save(folder: Path, value: Any) -> None:
@@ -77,6 +80,14 @@ def test_so_do_quantized_programs(ranks: int, options: dict[str, Any], tmp_path:
     forward, backward = _compared(ranks, 3, options, tmp_path)
     assert "unshard_codes(" in forward and "reduce_codes(" in backward
     assert "of which it needs the kernels' reference" in backward
+
+
+def test_a_program_without_its_arguments_says_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", "inputs"])
+    with pytest.raises(SystemExit, match=r"^usage: torchrun .* INPUTS OUTPUTS"):
+        plain_ops.run(None, SimpleNamespace())
 
 
 def _compared(ranks: int, stage: int, options: dict[str, Any], tmp_path: Path) -> list[str]:

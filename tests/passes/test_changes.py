@@ -72,6 +72,13 @@ class Nameless(Idle):
 
 
 @dataclasses.dataclass(frozen=True)
+class Fuzzy(Idle):
+    """Says about numbers what nobody knows."""
+
+    numerics: ClassVar[Any] = "fuzzy"
+
+
+@dataclasses.dataclass(frozen=True)
 class Nowhere(Idle):
     """Works on nothing."""
 
@@ -129,6 +136,8 @@ def test_mandatory_passes_are_replaced_by_mandatory_ones() -> None:
         (lambda: Careless(1), ("no dataclass of its own", "frozen=True")),
         (lambda: Nameless(), ("Nameless has no name",)),
         (lambda: Nowhere(), ("idle has regions=", "Region.FORWARD")),
+        (lambda: Fuzzy(), ("pass idle has numerics='fuzzy'", "exact, reordered, lossy")),
+        (lambda: zerofx.without(3), ("3 is no name of a pass", '"schedule"')),  # type: ignore
         (lambda: zerofx.before("schedule", Schedule(1)), ("two passes are called schedule",)),
     ],
 )

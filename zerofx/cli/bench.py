@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ranks-per-node", type=int, metavar="N", help="by default what torchrun started")
     add("--size", type=units.size, action="append", help="full size of a transfer; repeatable")
     add("--repeats", type=int, default=5, help="calls of each, of which the median counts (5)")
-    add("--steps", type=int, default=_STEPS, help="of small models, for `machine` (20)")
+    add("--steps", type=int, default=_STEPS, help="for `machine` only: of small models (20)")
     add("--forget", action="store_true", help="only print: do not keep what was measured")
 
 

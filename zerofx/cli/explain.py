@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from zerofx.cli.command import Answer, Command
-from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_of
+from zerofx.cli.machine import add_machine, check_inputs, machine_of, num_ranks_of
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
 from zerofx.config import Stage, ZeroConfig
@@ -90,7 +90,7 @@ def _target(args: argparse.Namespace, progress: Progress) -> Explanation:
     target = find_target(args.script, args.input)
     batch = 2 if args.batch is None else args.batch
     length = 128 if args.length is None else args.length
-    check_range("--batch", batch, 1 << 20)
+    check_inputs(batch, length)
     stage = cast(Stage, 3 if args.stage is None else args.stage)
     setting = Setting(
         ZeroConfig(stage=stage, dump=""), num_ranks_of(args, _RANKS), machine_of(args), args.memory

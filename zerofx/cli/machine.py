@@ -14,6 +14,7 @@ from zerofx.errors import ConfigError
 from zerofx.frontend.planner import DATACENTER_GPU, Machine
 
 _MOST_RANKS = 4096
+_MOST_BATCH = _MOST_LENGTH = 1 << 20
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--machine", metavar="FILE", help="what `zerofx bench machine` measured and kept")
     add("--flops", type=units.speed, help="of a device (400T)")
     add("--bandwidth", type=units.rate, help="of its memory (2TB/s)")
-    add("--link", type=units.rate, metavar="RATE", help="a rank's, as 100gbit (25GB/s)")
-    add("--latency", type=float, metavar="SECONDS", help="of a collective (20e-6)")
+    add(
+        "--link",
+        type=units.rate,
+        metavar="RATE",
+        help="a rank's, as 100Gbit/s; b is a bit (25GB/s)",
+    )
+    add("--latency", type=units.latency, metavar="SECONDS", help="of a collective (20e-6)")
 
 
 def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) -> Machine:
@@ -42,10 +48,11 @@ def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) ->
         found,
         device=args.device or found.device,
         roofline=Roofline(
-            args.flops or roofline.flops, args.bandwidth or roofline.bytes_per_second
+            roofline.flops if args.flops is None else args.flops,
+            roofline.bytes_per_second if args.bandwidth is None else args.bandwidth,
         ),
         link=Link(
-            args.link or link.bytes_per_second,
+            link.bytes_per_second if args.link is None else args.link,
             link.latency if args.latency is None else args.latency,
         ),
         reductions=None if said else found.reductions,
@@ -70,11 +77,20 @@ def num_ranks_of(args: argparse.Namespace, otherwise: int = 8) -> int:
         ConfigError: it is out of range.
     """
     value: int = otherwise if args.world_size is None else args.world_size
-    check_range("--world-size", value, _MOST_RANKS)
+    _check_range("--world-size", value, _MOST_RANKS)
     return value
 
 
-def check_range(option: str, value: int, most: int) -> None:
-    """Refuse what is not from 1 to `most`."""
+def check_inputs(batch: int, length: int) -> None:
+    """Refuse sizes of inputs that are out of range.
+
+    Raises:
+        ConfigError: one is; the message names its option.
+    """
+    _check_range("--batch", batch, _MOST_BATCH)
+    _check_range("--length", length, _MOST_LENGTH)
+
+
+def _check_range(option: str, value: int, most: int) -> None:
     if not 1 <= value <= most:
         raise ConfigError(f"{option} {value} is not allowed", f"use 1 to {most}")

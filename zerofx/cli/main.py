@@ -90,7 +90,9 @@ def _print(answer: Answer, *, as_json: bool) -> None:
 
 def _block(command: str, error: Exception, debug: bool) -> str:
     if isinstance(error, ZeroFxError):
-        return f"zerofx {command}: {error}"
+        # Dynamo adds how to see its own stack, which does not say what the user does.
+        said, _, _ = str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")
+        return f"zerofx {command}: {said.rstrip()}"
     lines = [f"zerofx {command}: {type(error).__name__}: {str(error).strip()}"]
     if not debug:
         lines.append("Remedy: run it again with --debug to see where")

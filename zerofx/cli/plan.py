@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerofx.cli.command import Answer, Command
-from zerofx.cli.machine import add_machine, check_range, machine_of, num_ranks_of
+from zerofx.cli.machine import add_machine, check_inputs, machine_of, num_ranks_of
 from zerofx.cli.plan_text import Question, as_data, as_text, best_stage
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
@@ -21,7 +21,6 @@ from zerofx.frontend.planner import Planner
 
 _PRECISIONS = {each.name: each for each in (FP32_ADAM, MIXED_ADAM)}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_MOST_BATCH = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Make the plan; a check fails if nothing fits into `--memory`."""
     num_ranks = num_ranks_of(args)
-    check_range("--batch", args.batch, _MOST_BATCH)
+    check_inputs(args.batch, args.length)
     target = find_target(args.target, args.input)
     precision = _PRECISIONS[args.precision]
     config = _config(args)

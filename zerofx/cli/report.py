@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from zerofx.cli import units
 from zerofx.cli.command import Answer, Command
 from zerofx.cli.progress import Progress
+from zerofx.debug.reports import read_report
 from zerofx.errors import ConfigError
-from zerofx.frontend.report import VERSION
 from zerofx.page.build import NAME, find_reports, write_page
 
 
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     headlines = [
         headline
         for path in find_reports(args.dump)
-        for headline in headlines_of(_read(path), path.parent.name)
+        for headline in headlines_of(read_report(path), path.parent.name)
     ]
     if args.output is not None and not args.output.parent.is_dir():
         raise ConfigError(f"{args.output.parent} is no folder", "name a file in one that exists")
@@ -89,16 +88,6 @@ def headlines_of(report: dict[str, Any], graph: str) -> list[Headline]:
         for program in report["programs"]
         if program["timeline"] is not None
     ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if report.get("version") != VERSION:
-        raise ConfigError(
-            f"{path} has version {report.get('version')} of the schema, not {VERSION}",
-            "dump it again with this zerofx",
-        )
-    return report
 
 
 COMMAND = Command("report", "a dump as one HTML page", configure, run)

@@ -12,17 +12,17 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import importlib
-import json
+import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerofx.debug.reports import read_object
 from zerofx.errors import ConfigError
 
 _CALL = re.compile(r"(?P<name>[^()]+?)\s*(?:\((?P<arguments>.*)\))?", re.S)
@@ -88,8 +88,7 @@ def _arguments(text: str, inner: str | None) -> dict[str, Any]:
 
 def _factory(text: str, name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     module_name, _, path = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does
+    _find_like_python()
     try:
         found: Any = importlib.import_module(module_name)
         for part in path.split("."):
@@ -106,6 +105,12 @@ def _factory(text: str, name: str, arguments: dict[str, Any]) -> Callable[[], nn
     return build
 
 
+def _find_like_python() -> None:
+    """Modules of the working directory, as `python -m` finds them."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def _from_config(name: str, overrides: dict[str, Any]) -> Callable[[], nn.Module]:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -114,20 +119,14 @@ def _from_config(name: str, overrides: dict[str, Any]) -> Callable[[], nn.Module
             f"target {name!r} is for transformers, which is not installed",
             f"pip install 'zerofx[hf]'; or {_FORMS}",
         ) from error
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        fields = {**json.loads(path.read_text()), **overrides}
-    elif name in CONFIG_MAPPING:
-        fields = {"model_type": name, **overrides}
-    else:
-        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"target {name!r} is neither a file nor a model type", hint + _FORMS)
+    fields = {**_fields(name, CONFIG_MAPPING), **overrides}
     kind = fields.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
-        raise ConfigError(f"{path} has model_type {kind!r}, which transformers does not know")
+        raise ConfigError(
+            f"{name} has model_type {kind!r}, which transformers does not know",
+            'name one in the file, as "model_type": "llama"; or make the model yourself: '
+            "package.module:factory",
+        )
     # Caches are for generation; they would hold keys and values while training.
     config = AutoConfig.for_model(kind, **{"use_cache": False, **fields})
     _refuse_unknown(kind, config, overrides)
@@ -137,6 +136,32 @@ def _from_config(name: str, overrides: dict[str, Any]) -> Callable[[], nn.Module
         return model.train()
 
     return build
+
+
+def _fields(name: str, known: Iterable[str]) -> dict[str, Any]:
+    """Of the configuration that `name` is: a file, a folder of one, or a model type."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"folder {name} has no config.json", _FORMS)
+    if path.is_file():
+        return read_object(path, "name a configuration that transformers wrote")
+    if name in known:
+        return {"model_type": name}
+    if _is_module(name):
+        raise ConfigError(f"target {name!r} is a module, no factory", f"write {name}:Factory")
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"target {name!r} is neither a file nor a model type", hint + _FORMS)
+
+
+def _is_module(name: str) -> bool:
+    _find_like_python()
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _refuse_unknown(kind: str, config: Any, overrides: dict[str, Any]) -> None:

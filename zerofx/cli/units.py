@@ -1,17 +1,19 @@
 """Sizes, rates and speeds as people write them.
 
-Powers of ten unless written with an i: `80GB` is 80·10⁹ bytes, `80GiB` 80·2³⁰.
+Powers of ten unless written with an i: `80GB` is 80·10⁹ bytes, `80GiB` 80·2³⁰. In rates the case
+of the b tells bytes from bits, as on data sheets of links; prefixes are of any case.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 _PREFIX = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*"
 _SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(b?)", re.I)
-_RATE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(bits?|bytes?|b)?(?:/s|ps)?", re.I)
+_RATE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(bits?|bytes?|(?-i:[bB]))?(?:/s|ps)?", re.I)
 _SPEED = re.compile(_NUMBER + r"([kmgtp]?)(?:flops?)?(?:/s)?", re.I)
 
 
@@ -26,24 +28,40 @@ def size(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """Bytes per second of `25GB/s`, `100gbit`, `100Gbit/s`, `12.5e9`.
+    """Bytes per second of `25GB/s`, `25GBps`, `100gbit`, `100Gb/s`, `100Gbps`, `12.5e9`.
 
     Raises:
-        argparse.ArgumentTypeError: it is no rate.
+        argparse.ArgumentTypeError: it is no rate above 0.
     """
-    match = _match(_RATE, text, "a rate such as 25GB/s, 100gbit or 12.5e9")
-    bits = (match[4] or "").lower().startswith("bit")
-    return _scaled(match[1], match[2], binary=bool(match[3])) / (8 if bits else 1)
+    match = _match(_RATE, text, "a rate such as 25GB/s, 100Gbit/s (b: bits, B: bytes) or 12.5e9")
+    unit = match[4] or "bytes"
+    bits = unit == "b" or unit.lower().startswith("bit")
+    return _above_0(text, _scaled(match[1], match[2], binary=bool(match[3])) / (8 if bits else 1))
 
 
 def speed(text: str) -> float:
     """Operations per second of `312T`, `312 TFLOPS`, `5e10`.
 
     Raises:
-        argparse.ArgumentTypeError: it is no speed.
+        argparse.ArgumentTypeError: it is no speed above 0.
     """
     match = _match(_SPEED, text, "a speed such as 312T or 5e10")
-    return _scaled(match[1], match[2], binary=False)
+    return _above_0(text, _scaled(match[1], match[2], binary=False))
+
+
+def latency(text: str) -> float:
+    """Seconds of `20e-6`; 0 is a link that starts at once.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no finite number from 0 on.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on, as 20e-6")
+    return seconds
 
 
 def show_bytes(count: float) -> str:
@@ -88,9 +106,17 @@ def _match(pattern: re.Pattern[str], text: str, wanted: str) -> re.Match[str]:
     return match
 
 
+def _above_0(text: str, value: float) -> float:
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
 def _scaled(number: str, prefix: str, *, binary: bool) -> float:
     try:
         value = float(number)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{number!r} is not a number") from error
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{number!r} is too large")
     return value * (1024.0 if binary else 1000.0) ** _PREFIX[prefix.lower()]

@@ -26,7 +26,7 @@ from zerofx.ir.view import is_getitem, positions
 
 Kind = Literal["activations", "gradients", "messages", "gathered"]
 KINDS: tuple[Kind, ...] = ("activations", "gradients", "messages", "gathered")
-"""In the order of the columns of `zerofx.cost.liveness.Curve`."""
+"""In the order of the columns of `zerofx.cost.curve.Curve`."""
 
 
 @dataclasses.dataclass(frozen=True)

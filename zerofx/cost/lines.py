@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from zerofx.cost.liveness import Curve
+from zerofx.cost.curve import Curve
 
 
 class NotAlikeError(Exception):

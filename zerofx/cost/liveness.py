@@ -1,8 +1,8 @@
 """What executing a program allocates, and the most of it that lives at once.
 
-Counted as `zerofx.runtime` allocates: a value dies after its last reader, views keep what they
-view, full gradients live until their reduction is waited for, and collectives take memory where
-small members are packed or parts are received. Gathered values, of a pool, are counted apart.
+As `zerofx.runtime` allocates: values die after their last reader, views keep what they view, full
+gradients live until their reduction is waited for, collectives take memory where small members are
+packed or parts received. Gathered values, of a pool, are counted apart.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import value_bytes
+from zerofx.cost.curve import CUT, Curve, Rows, note
 from zerofx.cost.fusion import values_inside_kernels
 from zerofx.ir.codes import held_bytes
 from zerofx.ir.facts import Role, block_of, facts
@@ -37,8 +37,6 @@ from zerofx.ir.ops import (
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import aliased_inputs, is_getitem, positions
-
-Rows = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Held:
     Attributes:
         values: bytes of each distinct piece of memory, by number.
         piece: which of them a saved value lies in, by name of its node.
-        lasting: pieces that the caller holds until the step ends: inputs and results of the model.
+        lasting: pieces that the caller holds until the step ends: the model's inputs and results.
         kept: parameters whose full values stay in the pool.
     """
 
@@ -70,25 +68,6 @@ class Held:
     lasting: frozenset[int]
     kept: frozenset[str]
 
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """What is live while each node of a program runs; parameters at rest are not in it.
-
-    Attributes:
-        nodes: names of what computes, in execution order, the communication behind it included.
-        blocks: of each, the block of the model that is being computed: `layers.3`, or empty.
-        live: a row each, and in it bytes of activations (inputs included), of full and reduced
-            gradients, of collectives under way, and of gathered values; int64 `[nodes, 4]`.
-    """
-
-    nodes: tuple[str, ...]
-    blocks: tuple[str, ...]
-    live: Rows
-
-
-CUT = "communication"
-"""Name of the communication and views before the first kernel."""
 
 NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
 """Before a forward."""
@@ -159,20 +138,20 @@ class Ledger:
         of_grads = self.owners_of_gradients()
         kept = sum(self._program.params[name].full_bytes for name in self._before.kept)
         live = np.array([self.unread_bytes(), 0, 0, kept], dtype=np.int64)
-        points: list[tuple[str, str, Rows]] = []
-        block = ""
+        points, block = list[tuple[str, str, Rows]](), ""
         for node in self._program.graph.nodes:
             live[int(node in of_grads)] += self._allocated_at(node)
-            reduced, gathered = self.reduced_at(node), self.gathered_at(node)
-            live[1] += sum(size for _, size in reduced)
-            live[2:] += (self.message_at(node), sum(size for _, size in gathered))
+            live[1] += sum(size for _, size in self.reduced_at(node))
+            live[2:] += (self.message_at(node), sum(size for _, size in self.gathered_at(node)))
+            silent = node.target in PROGRAM_OPS or bool(aliased_inputs(node))
             if node.op != "placeholder":
                 block = _block_of(node, block)
-                silent = node.target in PROGRAM_OPS or bool(aliased_inputs(node))
-                _note(points, CUT if silent else node.name, block, live)
+                note(points, CUT if silent else node.name, block, live)
             for owner in dies.get(node, ()):
                 live[int(owner in of_grads)] -= self.size[owner]
             live[2:] -= (self._message_until(node), self._freed_at(node))
+            if node.op != "placeholder" and not silent:
+                points.append((node.name, block, live.copy()))
         names, blocks, rows = zip(*points, strict=True)
         return Curve(names, blocks, np.stack(rows))
 
@@ -221,6 +200,8 @@ class Ledger:
                 last.update((owner, node) for owner in self.owners[source])
         for start in self._program.calls(REDUCE_START):
             waits = waits_of(start)
+            if any(map(_stays, self._specs(start))):
+                waits = self._program.graph.find_nodes(op="output")
             for owner in {o for grad in gradients(start) for o in self.owners[grad]}:
                 last[owner] = max(last[owner], *waits[:1], key=self._place.__getitem__)
         dies: dict[fx.Node, list[fx.Node]] = {}
@@ -251,7 +232,8 @@ class Ledger:
         if not is_call(node, REDUCE_START):
             return []
         reused = self._transport.recycles
-        new = [s for s in self._specs(node) if not (reused and s.layout.sharded)]
+        specs = [spec for spec in self._specs(node) if not _stays(spec)]
+        new = [s for s in specs if not (reused and s.layout.sharded)]
         return [(s, math.prod(s.shard_shape(0)) * s.dtype.itemsize) for s in new]
 
     def message_at(self, node: fx.Node) -> int:
@@ -290,11 +272,9 @@ def _block_of(node: fx.Node, previous: str) -> str:
     return block_of(path) if path else previous
 
 
-def _note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows) -> None:
-    """One point more; communication and views belong to the kernel before."""
-    now = live.copy()
-    if name == CUT and points:
-        name, block, before = points.pop()
-        higher, lower = (now, before) if now[:3].sum() > before[:3].sum() else (before, now)
-        now = np.array([*higher[:3], max(higher[3], lower[3])], dtype=np.int64)
-    points.append((name, block, now))
+def _stays(spec: ParamSpec) -> bool:
+    """Whether a gradient is its own mean, of one rank: no memory is taken, none is freed."""
+    layout = spec.layout
+    alone = layout.num_shards == layout.num_replicas == 1
+    kinds = {spec.dtype, spec.full_dtype, layout.reduce_dtype or spec.dtype}
+    return alone and len(kinds) == 1

@@ -10,8 +10,9 @@ import linecache
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch import fx
+from torch import fx, nn
 
+from zerofx.errors import UnsupportedError
 from zerofx.frontend.breaks import find_break, function_named, read_words, shorten
 from zerofx.torch_private import Compilation
 
@@ -98,6 +99,20 @@ def break_of(module: fx.GraphModule) -> Break | None:
         return None
     place = Place(found.file, found.line, found.function, found.code)
     return Break(place, found.reason, " ".join(found.remedies))
+
+
+def untrained(model: nn.Module, stopped: str) -> UnsupportedError:
+    """The error for a model of which no graph has a backward, and why its forward ended early."""
+    name = type(model).__name__
+    if stopped and any(param.requires_grad for param in model.parameters()):
+        return UnsupportedError(
+            f"forward of {name} fails with these inputs: {stopped}",
+            "give the inputs that it takes, in number, shape and dtype; their values are not known",
+        )
+    return UnsupportedError(
+        f"{name} has no backward to explain" + (f": {stopped}" if stopped else ""),
+        "give it trainable parameters, and a forward that uses them",
+    )
 
 
 def failed(compilations: Iterable[Compilation]) -> Iterator[Break]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerofx.debug.reports import read_report
 from zerofx.errors import ConfigError
-from zerofx.frontend.report import VERSION
 from zerofx.ir.text import diff
 
 Program = Mapping[str, Any]
@@ -75,13 +74,7 @@ def _programs(root: Path) -> dict[str, dict[str, Any]]:
         )
     out: dict[str, dict[str, Any]] = {}
     for path in reports:
-        report = json.loads(path.read_text())
-        if report.get("version") != VERSION:
-            raise ConfigError(
-                f"{path} has version {report.get('version')} of the schema, not {VERSION}",
-                "dump it again with this zerofx",
-            )
-        for program in report["programs"]:
+        for program in read_report(path)["programs"]:
             texts = sorted((path.parent / program["region"]).glob("[0-9][0-9][0-9]_*.txt"))
             stages = {text.stem[4:]: text.read_text() for text in texts}
             prefix = "" if path.parent == root else f"{path.parent.name}/"

@@ -96,9 +96,9 @@ def _change_data(change: Change) -> dict[str, Any]:
 def _head(found: Explanation) -> Iterator[str]:
     setting = found.setting
     config, machine = setting.config, setting.machine
-    link = machine.link
+    link, ranks = machine.link, _count(setting.num_ranks, "rank")
     yield (
-        f"{found.name}: zero{config.stage} on {setting.num_ranks} ranks ({machine.device}), "
+        f"{found.name}: zero{config.stage} on {ranks} ({machine.device}), "
         f"link {show_bytes(link.bytes_per_second)}/s and {show_seconds(link.latency)}, "
         f"inner compiler {config.inner}"
     )

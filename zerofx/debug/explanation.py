@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
-from zerofx.debug.captured import Captured, failed, recompiles
+from zerofx.debug.captured import Captured, failed, recompiles, untrained
 from zerofx.debug.changes import Retrace, Search, search
 from zerofx.debug.decisions import Why, why
 from zerofx.debug.outcome import (
@@ -145,11 +145,7 @@ def explain_model(
     seen = compilations(begin)
     records = _rehearsed(traced, setting.config)
     if not any(each.rehearsal for each in records):
-        raise UnsupportedError(
-            f"{type(model).__name__} has no backward to explain"
-            + (f": {traced.stopped}" if traced.stopped else ""),
-            "give it trainable parameters, and a forward that uses them",
-        )
+        raise untrained(model, traced.stopped)
 
     def retrace(cast: torch.dtype | None, times: int) -> list[Rehearsal]:
         config = dataclasses.replace(setting.config, param_dtype=cast)

@@ -81,10 +81,9 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
     except ZeroFxError:
         raise
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
         said = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedError(
-            f"{script} failed at {where.filename}:{where.lineno}: {type(error).__name__}: {said}",
+            f"{script} failed at {_place(error)}: {type(error).__name__}: {said}",
             _ALONE,
         ) from error
     finally:
@@ -99,6 +98,13 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
 
 
 _ALONE = "run it without explain first; --debug shows where"
+
+
+def _place(error: Exception) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"  # of code that never ran
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{where.filename}:{where.lineno}"
 
 
 def _measured(seconds: Sequence[float], seen: Sequence[Compilation]) -> Measured:

@@ -126,7 +126,9 @@ def mean_over(value: Tensor, group: Any) -> Tensor:
 
 def run(program: Any, constants: SimpleNamespace) -> None:
     """Run `program` between two folders: `rank0.pt` holds a list, of inputs or of outputs."""
-    inputs, outputs = (Path(argument) for argument in sys.argv[1:3])
+    if len(sys.argv) not in (3, 4):
+        sys.exit("usage: torchrun --nproc-per-node RANKS program.py INPUTS OUTPUTS [SEED]")
+    inputs, outputs = map(Path, sys.argv[1:3])
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     name = f"rank{dist.get_rank()}.pt"
     given = torch.load(inputs / name, weights_only=False)

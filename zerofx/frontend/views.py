@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from zerofx.cost.compute import Kernels
+from zerofx.cost.curve import Curve
 from zerofx.cost.lines import Line, deepen, line_through
-from zerofx.cost.liveness import Curve, Held, Transport, held_after, live_bytes
+from zerofx.cost.liveness import Held, Transport, held_after, live_bytes
 from zerofx.cost.machine import Machine, already_whole
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts

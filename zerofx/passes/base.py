@@ -13,6 +13,8 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.verify import verify
 
+Numerics = Literal["exact", "reordered", "lossy"]
+
 Observer = Callable[[Program, str, Any], None]
 """Called after every pass with the program, the pass's name and its plan."""
 
@@ -34,7 +36,7 @@ class Pass(abc.ABC):
 
     name: ClassVar[str]
     regions: ClassVar[frozenset[Region]]
-    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "exact"
+    numerics: ClassVar[Numerics] = "exact"
     mandatory: ClassVar[bool] = False
 
     @abc.abstractmethod

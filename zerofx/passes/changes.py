@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from zerofx.errors import ConfigError
 from zerofx.ir.spec import Region
-from zerofx.passes.base import Pass
+from zerofx.passes.base import Numerics, Pass
 
 Where = Literal["before", "after", "replace", "without", "end"]
 
@@ -40,18 +40,18 @@ def before(name: str, new: Pass) -> Change:
     """Run `new` right before the pass called `name`.
 
     Raises:
-        ConfigError: `new` is no pass.
+        ConfigError: `new` is no pass, or `name` no text.
     """
-    return Change("before", name, check_pass(new))
+    return Change("before", _named(name), check_pass(new))
 
 
 def after(name: str, new: Pass) -> Change:
     """Run `new` right after the pass called `name`.
 
     Raises:
-        ConfigError: `new` is no pass.
+        ConfigError: `new` is no pass, or `name` no text.
     """
-    return Change("after", name, check_pass(new))
+    return Change("after", _named(name), check_pass(new))
 
 
 def replace(name: str, new: Pass) -> Change:
@@ -60,14 +60,18 @@ def replace(name: str, new: Pass) -> Change:
     In place of a mandatory pass only a mandatory pass of at least the same regions is taken.
 
     Raises:
-        ConfigError: `new` is no pass.
+        ConfigError: `new` is no pass, or `name` no text.
     """
-    return Change("replace", name, check_pass(new))
+    return Change("replace", _named(name), check_pass(new))
 
 
 def without(name: str) -> Change:
-    """Leave the pass called `name` out, as the option `disable` does."""
-    return Change("without", name)
+    """Leave the pass called `name` out, as the option `disable` does.
+
+    Raises:
+        ConfigError: `name` is no text.
+    """
+    return Change("without", _named(name))
 
 
 def as_change(thing: Any, source: str = "") -> Change:
@@ -85,7 +89,7 @@ def check_pass(thing: Any, source: str = "") -> Pass:
     """`thing` itself, if it can be run and compared between ranks.
 
     Raises:
-        ConfigError: it is no pass, or one without a name, regions or options that compare.
+        ConfigError: it is no pass, or one without name, regions, numerics or options that compare.
     """
     by = f"{source}: " if source else ""
     if isinstance(thing, type) and issubclass(thing, Pass):
@@ -112,6 +116,11 @@ def check_pass(thing: Any, source: str = "") -> Pass:
         raise ConfigError(
             f"{by}pass {name} has regions={regions!r}",
             "name the programs it works on: frozenset((Region.FORWARD, Region.BACKWARD))",
+        )
+    if thing.numerics not in get_args(Numerics):
+        raise ConfigError(
+            f"{by}pass {name} has numerics={thing.numerics!r}",
+            f"say what it does to numbers: {', '.join(get_args(Numerics))}",
         )
     return thing
 
@@ -141,6 +150,14 @@ def change_pipeline(listed: Sequence[Pass], changes: Iterable[Change]) -> tuple[
                 )
         out[place:stop] = new
     return tuple(out)
+
+
+def _named(name: Any) -> str:
+    if isinstance(name, str):
+        return name
+    raise ConfigError(
+        f"{name!r} is no name of a pass", 'name the pass as the pipeline does: "schedule"'
+    )
 
 
 def _place(listed: Sequence[Pass], change: Change) -> int:
