@@ -90,6 +90,12 @@ def refusals() -> None:
     with pytest.raises(ConfigError, match="accumulate=2"):
         Accelerator(ZeroConfig(accumulate=2), cpu=True).prepare(Net())
     fresh_state()
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            ConfigError, match=r"counts one process, where 2 ranks[^.]*use_cpu=True"
+        ):
+            Accelerator(config_of(3))
+        fresh_state()
     with pytest.raises(ConfigError, match="dynamo_backend"):
         Accelerator(cpu=True, dynamo_backend="eager")
     fresh_state()

@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -42,7 +43,8 @@ class Accelerator(accelerate.Accelerator):
         kwargs: those of `accelerate.Accelerator`.
 
     Raises:
-        ConfigError: another library is to distribute or compile, too; names the option.
+        ConfigError: another library is to distribute or compile, too; names the option. Or
+            Accelerate counts one process where there are several.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Accelerator(accelerate.Accelerator):
         self._zero = zero
         self._compile_kwargs = dict(compile_kwargs or {})
         self._refuse_rivals()
+        self._refuse_counting_alone()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -191,6 +194,16 @@ class Accelerator(accelerate.Accelerator):
                     f"{what} contradicts zerofx.integrations.Accelerator, which does that itself",
                     remedy,
                 )
+
+    def _refuse_counting_alone(self) -> None:
+        """On hosts without GPUs Accelerate must be told that ranks belong together."""
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks > 1 and self.num_processes == 1:
+            raise ConfigError(
+                f"Accelerate counts one process, where {ranks} ranks train together: each of them "
+                "would go over all of the data",
+                "on CPUs use TrainingArguments(use_cpu=True), or Accelerator(cpu=True)",
+            )
 
 
 def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
