@@ -1,5 +1,8 @@
 """What options may be, each by itself and together."""
 
+# Users may pass anything, whatever the annotations say.
+# pyright: reportUnnecessaryIsInstance=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +20,7 @@ _SWITCHES = ("broadcast_buffers", "cast_forward_inputs", "verify", "detect_anoma
 
 
 def refuse_wrong_values(config: ZeroConfig) -> None:
-    """Look at each option by itself; users may pass anything, whatever the annotations say.
+    """Look at each option by itself.
 
     Raises:
         ConfigError: names the option and what it may be.
@@ -130,7 +133,6 @@ def _are_texts(value: object, num: int | None = None) -> bool:
 def _is_float(value: torch.dtype | None) -> bool:
     if value is None:
         return True
-    # Users may pass anything, whatever the annotation says.
     return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
 
 

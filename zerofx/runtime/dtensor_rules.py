@@ -1,20 +1,29 @@
-"""What DTensor lacks: sharding rules, a version counter. Importing this module registers them."""
+"""What DTensor lacks: sharding rules, a version counter, pickles of rows in a larger buffer.
+
+Importing this module registers all of it.
+"""
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.parameter import alone
 from zerofx.torch_private import count_foreach_zero, read_scalars_whole
 
 # `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
 count_foreach_zero()
 # Clipping by hand, and skipping steps that overflow, ask for norms: all ranks must hear the same.
 read_scalars_whole(lambda mesh: any(mesh == session.mesh for session in live_sessions()))
+
+
+# What `state_dict` gives, and optimizers hold: plain `DTensor`s.
+copyreg.pickle(DTensor, lambda value: alone(value).__reduce_ex__(2))
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

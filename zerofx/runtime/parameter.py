@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerofx.errors import UnsupportedError
-from zerofx.torch_private import storage_key
+from zerofx.torch_private import storage_key, with_local
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
@@ -86,17 +86,15 @@ class Sharded(DTensor):
         return _writable(DTensor.__tensor_unflatten__(*args), ShardedParameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self._plain(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> Tensor:
-        """The same memory, gradient and attributes under torch's own class."""
         plain = self.detach().requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
         plain.grad = self.grad
-        return plain
+        return copy.deepcopy(plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = alone(self.detach()).requires_grad_(self.requires_grad)
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)
 
 
 class ShardedParameter(Sharded):
@@ -156,6 +154,18 @@ for _name in dir(Tensor):
 def local_tensor(value: Tensor) -> Tensor:
     """The local shard of a value that is a `DTensor`; no communication, no autograd."""
     return cast(DTensor, value)._local_tensor
+
+
+def alone(value: Tensor) -> Tensor:
+    """A `DTensor` whose rows are a view into a larger buffer, with memory of its own: for pickles.
+
+    torch writes all of the buffer, or, where the rows do not begin it, fails: it takes a `DTensor`
+    with an offset for a tensor that has memory.
+    """
+    rows = local_tensor(value)
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return value
+    return with_local(cast(DTensor, value), rows.detach().clone())
 
 
 def _full(value: Any) -> Any:

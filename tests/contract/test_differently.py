@@ -1,0 +1,107 @@
+"""What docs/loops.md says to write where a `DTensor` is no plain tensor."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerofx
+from tests.contract.loops import STAGES, close, compiled, config, data, full, net, same, sgd, twin
+from tests.ranks import run_ranks
+
+
+def _penalty(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    run, weights = compiled(model, stage), sum(p.numel() for p in model.parameters())
+    for trained, call in ((model, run), (ddp, ddp)):
+        optimizer = sgd(trained)
+        for number in range(3):
+            loss = call(*data(number))
+            penalty = sum(param.square().sum() for param in trained.parameters())
+            loss = loss + (full_of(penalty) / weights)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same(model, ddp)
+
+
+def full_of(value: torch.Tensor) -> torch.Tensor:
+    """As the page says, for sharded models; plain ones have no `full_tensor`."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value  # pyright: ignore
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_penalties_outside_the_model(stage: int) -> None:
+    run_ranks(2, _penalty, stage)
+
+
+def _average(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    zerofx.shard(model, config(stage))
+    for trained, run in ((model, compiled(model, stage)), (ddp.module, ddp)):
+        average = AveragedModel(trained, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        own = {name: param.detach().clone() for name, param in trained.named_parameters()}
+        optimizer = sgd(trained)
+        for number in range(3):
+            run(*data(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(trained)
+            for name, param in trained.named_parameters():
+                own[name].lerp_(param.detach(), 0.5)
+        # Evaluate with the averages, as the usual class does: swapped in and out through `data`.
+        before = {name: param.data.clone() for name, param in trained.named_parameters()}
+        for name, param in trained.named_parameters():
+            param.data = own[name]
+        with torch.no_grad():
+            trained.seen = run(*data(9)).detach()
+        for name, param in trained.named_parameters():
+            param.data = before[name]
+        trained.average = average.module
+    close(model.seen, ddp.module.seen, "with averages")
+    pairs = zip(model.average.parameters(), ddp.module.average.parameters(), strict=True)
+    for mine, plain in pairs:
+        close(full(mine), plain.detach(), "average")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_averages_made_before_the_first_forward(stage: int) -> None:
+    run_ranks(2, _average, stage)
+
+
+def _resume(stage: int, folder: str) -> None:
+    model = net()
+    zerofx.shard(model, config(stage))
+    run, optimizer = compiled(model, stage), sgd(model)
+    run(*data(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    file = Path(folder, f"rank{dist.get_rank()}")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    rows = sum(value.to_local().nbytes for value in model.state_dict().values())
+    assert file.stat().st_size < 2 * rows + 12_000, "resident values were saved as well"
+    again = net(seed=1)
+    zerofx.shard(again, config(stage))
+    resumed, saved = sgd(again), torch.load(file, weights_only=False)
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    for trained, call, stepped in (
+        (model, run, optimizer),
+        (again, compiled(again, stage), resumed),
+    ):
+        call(*data(1)).backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
+        stepped.step()
+    for mine, other in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(mine), full(other))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shards_that_each_rank_saved(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, _resume, stage, str(tmp_path))
