@@ -20,7 +20,6 @@ from tests.contract.loops import (
     data,
     full,
     net,
-    refused,
     same,
     sgd,
     sharded,
@@ -147,39 +146,6 @@ def _seen(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_are_seen(stage: int) -> None:
     run_ranks(2, _seen, stage)
-
-
-def _gradients(stage: int) -> None:
-    """Rows of gradients, as of an embedding that is frozen in part."""
-    model, ddp = net(), twin(net())
-    for trained, run in ((model, compiled(model, stage)), (ddp.module, ddp)):
-        run(*data(0)).backward()
-        grad = trained.first.weight.grad
-        grad[:3] = 0
-        grad[-1].mul_(2)
-        trained.last.weight.grad.data = trained.last.weight.grad * 0.5
-        trained.last.bias.grad[0] += 1
-        trained.first.bias.grad = None
-        sgd(trained).step()
-    same(model, ddp)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_rows_of_gradients(stage: int) -> None:
-    run_ranks(2, _gradients, stage)
-
-
-def _refused_data() -> None:
-    model = net()
-    zerofx.shard(model, config(3))
-    for value in (torch.zeros(3), torch.zeros(13, 7, dtype=torch.float64)):
-        with refused("(13, 7)", "nn.Parameter"):
-            model.first.weight.data = value
-    assert full(model.first.weight).any()
-
-
-def test_data_of_another_kind_is_refused() -> None:
-    run_ranks(2, _refused_data)
 
 
 def _scale_data(model: Any) -> None:

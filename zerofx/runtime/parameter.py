@@ -61,6 +61,10 @@ class Sharded(DTensor):
         with torch.no_grad():
             self.copy_(value if isinstance(value, DTensor) else self._everywhere(value))
 
+    def detach(self) -> Tensor:
+        """The same; `nn.Parameter(…)` asks for a value of the same class."""
+        return _writable(super().detach(), type(self))
+
     def __getitem__(self, index: Any) -> Tensor:
         found = super().__getitem__(index)
         if _is_basic(index) and storage_key(local_tensor(found)) != storage_key(local_tensor(self)):
@@ -86,13 +90,13 @@ class Sharded(DTensor):
         return _writable(DTensor.__tensor_unflatten__(*args), ShardedParameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        plain = self.detach().requires_grad_(self.requires_grad)
+        plain = super().detach().requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
         plain.grad = self.grad
         return copy.deepcopy(plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = alone(self.detach()).requires_grad_(self.requires_grad)
+        plain = alone(super().detach()).requires_grad_(self.requires_grad)
         vars(plain).update(vars(self))
         return plain.__reduce_ex__(protocol)
 
@@ -120,6 +124,11 @@ class _Copied(Sharded):
 
     _whole: Sharded
     _index: Any
+
+    def detach(self) -> Tensor:
+        made: Any = super().detach()
+        made._whole, made._index = self._whole, self._index
+        return made
 
     def __getitem__(self, index: Any) -> Tensor:
         found = super().__getitem__(index)
