@@ -53,10 +53,14 @@ def _detached() -> None:
     weight: Any = model.first.weight
     weight.detach()[0].fill_(2.0)
     weight.detach()[1].detach()[0].fill_(3.0)
+    weight.data[0, 2].fill_(3.0)
+    double = torch.compile(lambda *values: [value * 2 for value in values], backend="aot_eager")
+    for twice in double(weight, weight.data, weight.detach(), weight.data[1], weight[1]):
+        assert full(twice).max() == 6, type(twice)
     made = nn.Parameter(weight.data)
     assert isinstance(made, nn.Parameter) and type(made * 1) is not type(weight)
     values = full(weight)
-    assert (values[0] == 2).all() and values[1, 0] == 3
+    assert values[0].tolist() == [2, 2, 3, 2, 2, 2, 2] and values[1, 0] == 3
 
 
 def test_rows_of_detached_parameters() -> None:

@@ -67,10 +67,17 @@ class Sharded(DTensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         found = super().__getitem__(index)
-        if _is_basic(index) and storage_key(local_tensor(found)) != storage_key(local_tensor(self)):
-            _writable(found, _Copied)
-            found._whole, found._index = self, index  # pyright: ignore
-        return found
+        # With autograd no view of a parameter may be written to, in torch as here.
+        differentiates = found.requires_grad and torch.is_grad_enabled()
+        if differentiates or not _is_basic(index) or self._is_seen_by(found):
+            return found
+        copied = _writable(found.detach().clone(), _Copied)
+        copied._whole, copied._index = self, index
+        return copied
+
+    def _is_seen_by(self, view: Tensor) -> bool:
+        """Whether writes to what indexing gives are writes to this."""
+        return storage_key(local_tensor(view)) == storage_key(local_tensor(self))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         full = _full(self.detach())
@@ -83,11 +90,6 @@ class Sharded(DTensor):
         placements = [Replicate()] * self.device_mesh.ndim
         value = full.detach().to(self.device)
         return DTensor.from_local(value, self.device_mesh, placements, run_check=False)
-
-    @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # AOTAutograd compares the classes of fake and real inputs.
-        return _writable(DTensor.__tensor_unflatten__(*args), ShardedParameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         plain = super().detach().requires_grad_(self.requires_grad)
@@ -130,12 +132,8 @@ class _Copied(Sharded):
         made._whole, made._index = self._whole, self._index
         return made
 
-    def __getitem__(self, index: Any) -> Tensor:
-        found = super().__getitem__(index)
-        if _is_basic(index):
-            _writable(found, _Copied)
-            found._whole, found._index = self, index  # pyright: ignore
-        return found
+    def _is_seen_by(self, view: Tensor) -> bool:
+        return False
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(index, value)
@@ -150,6 +148,14 @@ def _writes_back(name: str) -> Callable[..., Any]:
 
     return write
 
+
+def _unflatten_as(kind: type[Sharded]) -> Any:
+    return staticmethod(lambda *args: _writable(DTensor.__tensor_unflatten__(*args), kind))
+
+
+# AOTAutograd compares the classes of fake and real inputs.
+for _kind in (Sharded, ShardedParameter, _Copied):
+    setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
