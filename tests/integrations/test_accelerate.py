@@ -94,7 +94,10 @@ def refusals() -> None:
         with pytest.raises(
             ConfigError, match=r"counts one process, where 2 ranks[^.]*use_cpu=True"
         ):
+            accelerate.PartialState()  # as TrainingArguments makes it without use_cpu
             Accelerator(config_of(3))
+        fresh_state()
+        assert Accelerator(config_of(3)).num_processes == 2
         fresh_state()
     with pytest.raises(ConfigError, match="dynamo_backend"):
         Accelerator(cpu=True, dynamo_backend="eager")

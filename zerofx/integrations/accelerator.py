@@ -40,7 +40,7 @@ class Accelerator(accelerate.Accelerator):
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
         scaler: scales losses, as `zerofx.GradScaler` does; by default Accelerate's own, if
             `mixed_precision` is `fp16`.
-        kwargs: those of `accelerate.Accelerator`.
+        kwargs: those of `accelerate.Accelerator`; `cpu` is true by default where there is no GPU.
 
     Raises:
         ConfigError: another library is to distribute or compile, too; names the option. Or
@@ -55,6 +55,8 @@ class Accelerator(accelerate.Accelerator):
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
+        # Without being told so, Accelerate takes ranks on CPUs for processes that are alone.
+        kwargs.setdefault("cpu", not torch.accelerator.is_available())
         super().__init__(**kwargs)
         self.scaler: Any = scaler or self.scaler
         self._zero = zero
@@ -196,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
                 )
 
     def _refuse_counting_alone(self) -> None:
-        """On hosts without GPUs Accelerate must be told that ranks belong together."""
+        """Whoever made Accelerate's state first may not have said `cpu`: `TrainingArguments`."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if ranks > 1 and self.num_processes == 1:
             raise ConfigError(
