@@ -150,7 +150,8 @@ def _writes_back(name: str) -> Callable[..., Any]:
 
 
 def _unflatten_as(kind: type[Sharded]) -> Any:
-    return staticmethod(lambda *args: _writable(DTensor.__tensor_unflatten__(*args), kind))
+    plain: Callable[..., DTensor] = DTensor.__tensor_unflatten__
+    return staticmethod(lambda *args: _writable(plain(*args), kind))
 
 
 # AOTAutograd compares the classes of fake and real inputs.
