@@ -34,15 +34,16 @@ def _truncate(folder: Path) -> None:
 
 
 def _flip_all(folder: Path) -> None:
-    _flip(folder, 7)
+    _flip(folder, lambda record, _: record[::7])
 
 
 def _flip_one(folder: Path) -> None:
     """A byte of a tensor, far from the headers that the format itself would miss."""
-    _flip(folder, 0)
+    _flip(folder, lambda _, values: values[5:6])
 
 
-def _flip(folder: Path, every: int) -> None:
+def _flip(folder: Path, choose: Callable[[range, range], range]) -> None:
+    """Change bytes among those of a record, and of the tensor in it."""
     info = next(
         info
         for index, info in FileSystemReader(folder).read_metadata().storage_data.items()
@@ -50,9 +51,10 @@ def _flip(folder: Path, every: int) -> None:
     )
     file = _data_file(folder)
     content = bytearray(file.read_bytes())
-    record = slice(info.offset, info.offset + info.length)
-    one = content.index(_rows(content[record]), info.offset) + 5
-    for place in range(record.start, record.stop, every) if every else [one]:
+    record = range(info.offset, info.offset + info.length)
+    rows = _rows(content[record.start : record.stop])
+    first = content.index(rows, record.start)
+    for place in choose(record, range(first, first + len(rows))):
         content[place] ^= 0xFF
     file.write_bytes(content)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +24,12 @@ def _penalty(stage: int) -> None:
         optimizer = sgd(trained)
         for number in range(3):
             loss = call(*data(number))
-            penalty = sum(param.square().sum() for param in trained.parameters())
-            loss = loss + (full_of(penalty) / weights)
+            penalty: Any = sum(param.square().sum() for param in trained.parameters())
+            loss = loss + (penalty.full_tensor() if trained is model else penalty) / weights
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     same(model, ddp)
-
-
-def full_of(value: torch.Tensor) -> torch.Tensor:
-    """As the page says, for sharded models; plain ones have no `full_tensor`."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value  # pyright: ignore
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -87,9 +87,9 @@ class Capture:
             self._dump.graph(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
-        traced, regenerate = views_outside(module)
+        head, regenerate = views_outside(module)
         compiled = trace_and_compile(
-            traced,
+            head,
             example_inputs,
             inductor=self.config.inner == "inductor",
             forward=lambda traced, _: self._lower(traced, Region.FORWARD),

@@ -51,7 +51,8 @@ def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
     outer = owners[-1]
     # A wrapper around the compiled model owns just the same parameters: the model is the root. It
     # is not if more than the model holds one of them, as a tied head does.
-    root = next(module for module in owners if _places(module) == _places(outer))
+    places = _places(outer)
+    root = next(module for module in owners if _places(module) == places)
     compiled = _compiled_module(frames)
     if compiled is not None and _owned(compiled) != _owned(outer):
         raise ShardingError(

@@ -199,7 +199,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _refuse_counting_alone(self) -> None:
         """Whoever made Accelerate's state first may not have said `cpu`: `TrainingArguments`."""
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks > 1 and self.num_processes == 1:
             raise ConfigError(
                 f"Accelerate counts one process, where {ranks} ranks train together: each of them "

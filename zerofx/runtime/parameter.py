@@ -92,15 +92,17 @@ class Sharded(DTensor):
         return DTensor.from_local(value, self.device_mesh, placements, run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        plain = super().detach().requires_grad_(self.requires_grad)
-        vars(plain).update(vars(self))
+        plain = self._plain(super().detach())
         plain.grad = self.grad
         return copy.deepcopy(plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = alone(super().detach()).requires_grad_(self.requires_grad)
-        vars(plain).update(vars(self))
-        return plain.__reduce_ex__(protocol)
+        return self._plain(alone(super().detach())).__reduce_ex__(protocol)
+
+    def _plain(self, made: Tensor) -> Tensor:
+        """A value of torch's own class with what else this one has."""
+        vars(made).update(vars(self))
+        return made.requires_grad_(self.requires_grad)
 
 
 class ShardedParameter(Sharded):
@@ -134,6 +136,9 @@ class _Copied(Sharded):
 
     def _is_seen_by(self, view: Tensor) -> bool:
         return False
+
+    def _plain(self, made: Tensor) -> Tensor:
+        return made  # a copy of rows does not bring along what they were taken from
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(index, value)
