@@ -87,6 +87,22 @@ class _ViewsOfAWeight(nn.Module):
         return F.mse_loss(F.linear(x, left * right, self.linear.bias[:5]), y)
 
 
+class _WithoutStorage(nn.Module):
+    """Values inside `torch.vmap`, as in a scan, and sparse ones have no storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.vmap(lambda row: torch.tanh(row).view(-1) * 2)(self.linear(x))
+        mixing = torch.eye(len(x)).to_sparse()
+        return F.mse_loss(torch.sparse.mm(mixing, x), y)
+
+
+BUILDS = (_TiedOutside, _BufferAlone, _Views, _ViewsOfAWeight, _WithoutStorage)
+
+
 def _as_ddp(build: Any, stage: int) -> None:
     model, ddp = net(build), twin(net(build))
     train(compiled(model, stage), sgd(model))
@@ -96,6 +112,8 @@ def _as_ddp(build: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("build", [_TiedOutside, _BufferAlone, _Views, _ViewsOfAWeight])
+@pytest.mark.parametrize(
+    "build", [_TiedOutside, _BufferAlone, _Views, _ViewsOfAWeight, _WithoutStorage]
+)
 def test_trains_as_ddp_does(build: Any, stage: int) -> None:
     run_ranks(2, _as_ddp, build, stage)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,6 +35,52 @@ def test_rows_of_gradients(stage: int) -> None:
     run_ranks(2, _gradients, stage)
 
 
+# Each is a line of some initialisation or pruning: a matrix of 12 or 13 times 7.
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "select": lambda w: w.select(0, 11).fill_(1),
+    "narrow": lambda w: w.narrow(0, 5, 4).mul_(2),
+    "chunk": lambda w: w.chunk(4)[1].fill_(3),
+    "split": lambda w: w.split([6, len(w) - 6])[1].zero_(),
+    "diagonal": lambda w: w.diagonal().fill_(1),
+    "transposed row": lambda w: w.t()[2].fill_(4),
+    "transposed column": lambda w: w.transpose(0, 1)[:, 11].fill_(5),
+    "row of a column": lambda w: w[:, 3][11].fill_(8),
+    "nested": lambda w: w.narrow(0, 4, 6)[1:3].select(1, 2).add_(1),
+    "added": lambda w: operator.iadd(w.chunk(2)[1], 1),
+    "data of a row": lambda w: w[11].data.fill_(9),
+    "full values": lambda w: w.copy_(torch.arange(7.0) + w.shape[0]),
+    "full values of rows": lambda w: w.narrow(0, 7, 2).copy_(torch.arange(14.0).view(2, 7)),
+    "set": lambda w: operator.setitem(w.chunk(2)[1], 2, 9),
+}
+EVEN: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda w: w.flatten()[40:60].fill_(6),
+    "view": lambda w: w.view(-1)[-3:].fill_(7),
+}
+"""`DTensor` refuses these where a rank has more rows than another."""
+
+
+def _views(stage: int, rows: int, names: list[str]) -> None:
+    """Also of `data` and of gradients."""
+    model, plain = net(lambda: nn.Linear(7, rows)), net(lambda: nn.Linear(7, rows))
+    zerofx.shard(model, config(stage))
+    for trained in (model, plain):
+        weight: Any = trained.weight
+        weight.grad = torch.ones_like(weight)
+        for write in ((WRITES | EVEN)[name] for name in names):
+            for value in (weight.data, weight.grad):
+                write(value)
+            with torch.no_grad():
+                write(weight)
+    assert torch.equal(full(model.weight), full(plain.weight))
+    assert torch.equal(full(model.weight.grad), full(plain.weight.grad))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_through_views(stage: int) -> None:
+    run_ranks(2, _views, stage, 13, list(WRITES))
+    run_ranks(2, _views, stage, 12, list(WRITES | EVEN))
+
+
 def _refused_data() -> None:
     model = net()
     zerofx.shard(model, config(3))
@@ -55,7 +103,8 @@ def _detached() -> None:
     weight.detach()[1].detach()[0].fill_(3.0)
     weight.data[0, 2].fill_(3.0)
     double = torch.compile(lambda *values: [value * 2 for value in values], backend="aot_eager")
-    for twice in double(weight, weight.data, weight.detach(), weight.data[1], weight[1]):
+    parts = (weight.data[1], weight[1], weight.data.select(0, 1), weight.data.t())
+    for twice in double(weight, weight.data, weight.detach(), *parts):
         assert full(twice).max() == 6, type(twice)
     made = nn.Parameter(weight.data)
     assert isinstance(made, nn.Parameter) and type(made * 1) is not type(weight)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
-from torch.distributed.tensor import DTensor
 
 from zerofx.frontend.joint import copy_module
-from zerofx.torch_private import storage_key, tensors_in
+from zerofx.torch_private import memory_of, tensors_in
 
 Regenerate = Callable[..., Sequence[Any]]
 """Makes a graph's outputs of what is returned in their place."""
@@ -90,8 +89,8 @@ def _path(node: fx.Node, key: int, keys: dict[fx.Node, set[int]]) -> Iterator[fx
 
 
 def _storages(node: fx.Node) -> set[int]:
-    values = tensors_in(node.meta.get("example_value"))
-    return {storage_key(value) for value in values if not isinstance(value, DTensor)}
+    found = map(memory_of, tensors_in(node.meta.get("example_value")))
+    return {key for key in found if key is not None}
 
 
 def _is_pure(node: fx.Node) -> bool:

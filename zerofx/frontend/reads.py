@@ -11,13 +11,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.joint import copy_module
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
-from zerofx.torch_private import is_checkpoint_call
+from zerofx.torch_private import is_checkpoint_call, memory_of
 
 _SPARSE_ARGUMENT: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 _OF_DTENSOR = ("to_local", "full_tensor", "redistribute")
@@ -158,10 +157,7 @@ def _written_behind_versions(graph: fx.Graph, values: Parameters) -> Iterator[st
 
 
 def _memory(node: Any) -> int | None:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    if not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return None
-    return value.untyped_storage()._cdata
+    return memory_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
 
 
 def _is_sparse(user: fx.Node) -> bool:

@@ -1,8 +1,8 @@
 """`ShardedParameter`: what a sharded model has in the place of an `nn.Parameter`.
 
 torch's `DTensor` loses some writes in silence: `param.data = value` is done below Python and leaves
-the shard as it was, and rows that lie on several ranks are copies (`param[0].zero_()`). Here both
-arrive, also in `param.data` and `param.grad`.
+the shard as it was, and rows that lie on several ranks are copies (`param[0].zero_()`,
+`param.chunk(4)[1].fill_(1)`). Here both arrive, also in `param.data` and `param.grad`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ class Sharded(DTensor):
                 "assign a new nn.Parameter to the module's attribute; the next forward shards it",
             )
         with torch.no_grad():
-            self.copy_(value if isinstance(value, DTensor) else self._everywhere(value))
+            self.copy_(value)
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
+        value = other if isinstance(other, DTensor) else self._everywhere(other)
+        return super().copy_(value, non_blocking)
 
     def detach(self) -> Tensor:
         """The same; `nn.Parameter(…)` asks for a value of the same class."""
@@ -67,23 +72,36 @@ class Sharded(DTensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         found = super().__getitem__(index)
+        return self._seen(found, lambda full: full[index]) if _is_basic(index) else found
+
+    def _seen(self, found: Any, view: Callable[[Tensor], Any]) -> Any:
+        """What torch gives for a view, such that writes to it are writes to this.
+
+        Args:
+            found: a tensor, or a tuple of tensors; `DTensor` may have copied rows for it.
+            view: gives the same of the full tensor.
+        """
+        if isinstance(found, tuple):
+            parts = enumerate(cast(tuple[Tensor, ...], found))
+            return tuple(self._seen(part, lambda full, i=i: view(full)[i]) for i, part in parts)
         # With autograd no view of a parameter may be written to, in torch as here.
-        differentiates = found.requires_grad and torch.is_grad_enabled()
-        if differentiates or not _is_basic(index) or self._is_seen_by(found):
+        if found.requires_grad and torch.is_grad_enabled():
             return found
+        if self._is_seen_by(found):
+            return _writable(found.detach(), Sharded)
         copied = _writable(found.detach().clone(), _Copied)
-        copied._whole, copied._index = self, index
+        copied._whole, copied._view = self, view
         return copied
 
     def _is_seen_by(self, view: Tensor) -> bool:
-        """Whether writes to what indexing gives are writes to this."""
+        """Whether writes to what torch gives for a view are writes to this."""
         return storage_key(local_tensor(view)) == storage_key(local_tensor(self))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         full = _full(self.detach())
         places = tuple(map(_full, index)) if isinstance(index, tuple) else _full(index)
         full[places] = _full(value)
-        self.copy_(self._everywhere(full))
+        self.copy_(full)
 
     def _everywhere(self, full: Tensor) -> DTensor:
         """A value that every rank has."""
@@ -124,15 +142,17 @@ class ShardedParameter(Sharded):
 
 
 class _Copied(Sharded):
-    """What indexing gives where it is no view: methods that write in place write back."""
+    """What a view is where `DTensor` copied rows: methods that write in place write back."""
 
     _whole: Sharded
-    _index: Any
+    _view: Callable[[Tensor], Tensor]
 
     def detach(self) -> Tensor:
         made: Any = super().detach()
-        made._whole, made._index = self._whole, self._index
+        made._whole, made._view = self._whole, self._view
         return made
+
+    data = Sharded.data.getter(detach)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def _is_seen_by(self, view: Tensor) -> bool:
         return False
@@ -140,18 +160,31 @@ class _Copied(Sharded):
     def _plain(self, made: Tensor) -> Tensor:
         return made  # a copy of rows does not bring along what they were taken from
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
-        self._whole[self._index] = self
+    def _write_back(self) -> None:
+        full = _full(self._whole.detach())
+        self._view(full).copy_(_full(self.detach()))
+        self._whole.copy_(full)
 
 
 def _writes_back(name: str) -> Callable[..., Any]:
     def write(self: _Copied, *args: Any, **kwargs: Any) -> Any:
-        getattr(DTensor, name)(self, *args, **kwargs)
-        self._whole[self._index] = self
+        getattr(Sharded, name)(self, *args, **kwargs)
+        self._write_back()
         return self
 
     return write
+
+
+def _views(name: str) -> Callable[..., Any]:
+    plain = getattr(DTensor, name)
+
+    def look(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return found
+        return self._seen(found, lambda full: getattr(full, name)(*args, **kwargs))
+
+    return look
 
 
 def _unflatten_as(kind: type[Sharded]) -> Any:
@@ -165,7 +198,14 @@ for _kind in (Sharded, ShardedParameter, _Copied):
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
+_VIEWING = (
+    *("chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape"),
+    *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unflatten"),
+    *("unfold", "unsqueeze", "view", "vsplit"),
+)
 _RESHAPING = ("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "t_")
+for _name in _VIEWING:
+    setattr(Sharded, _name, _views(_name))
 for _name in dir(Tensor):
     _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _RESHAPING
     if _in_place or (_name.startswith("__i") and _name[3:-2] in vars(operator)):

@@ -162,6 +162,16 @@ def storage_key(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def memory_of(value: Any) -> int | None:
+    """Names the storage of what Dynamo saw at a node.
+
+    `None` for a `DTensor`, a sparse tensor or no tensor.
+    """
+    value = below_transforms(value)
+    strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return storage_key(value) if strided and not isinstance(value, DTensor) else None
+
+
 def is_mutable(op: Any) -> bool:
     """Whether an operation writes to an argument."""
     return op._schema.is_mutable
