@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.loops import FAST, data, net
+import zerofx
+from tests.contract.loops import FAST, config, data, net
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
@@ -78,3 +79,21 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (said,) = run_ranks(1, _cannot_be_dumped, str(tmp_path / "file" / "dump"))
     assert "option dump" in said and "Remedy: name a folder" in said
+
+
+def _limited() -> list[str]:
+    said: list[str] = []
+    options: dict[str, Any] = {"device_memory": 1 << 30}
+    run = torch.compile(net(), backend="zero3", options={**FAST, **options})
+    for attempt in (lambda: run(*data(0)), lambda: zerofx.shard(net(), config(2, **options))):
+        with pytest.raises(ConfigError) as caught:
+            attempt()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_limit_of_memory_chooses_a_stage() -> None:
+    ((compiled, sharded),) = run_ranks(1, _limited)
+    for text, stage in ((compiled, 3), (sharded, 2)):
+        assert f"device_memory has no meaning where the stage is given, here {stage}" in text
+        assert 'Remedy: use backend="zero"' in text

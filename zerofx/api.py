@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.option_checks import refuse_choosers
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
@@ -207,6 +208,7 @@ def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:
     config = with_registered(config or ZeroConfig())
+    refuse_choosers(config)
     return shard_model(model, config, fingerprint(pipeline(config, 0)), **how)
 
 

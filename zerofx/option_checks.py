@@ -119,6 +119,20 @@ def refuse_contradictions(config: ZeroConfig) -> None:
         )
 
 
+def refuse_choosers(config: ZeroConfig) -> None:
+    """Look at options by which the backend `zero` chooses the stage, where it is given.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if config.device_memory is not None:
+        raise ConfigError(
+            f"option device_memory has no meaning where the stage is given, here {config.stage}",
+            'use backend="zero", which chooses the stage by it, or leave it out; stage 3 takes '
+            "memory_budget and prefetch_bytes",
+        )
+
+
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -170,9 +170,9 @@ def test_a_configuration_on_disk_and_a_factory_with_arguments(tmp_path: Path) ->
         for path in (tmp_path, tmp_path / "config.json"):
             model = find_target(f"{path}(num_hidden_layers=1)", []).build()
             assert len(model.get_submodule("model.layers")._modules) == 1
-        made = find_target("benchmarks.accounting:Gpt(width=64, depth=1)", [])
+        made = find_target("benchmarks.gpt:Gpt(width=64, depth=1)", [])
         assert sum(p.numel() for p in made.build().parameters()) == 1024 * 64 + 12 * 64**2 + 3 * 64
-        args, kwargs = find_target("benchmarks.accounting:Gpt", ["x=float32[B,3]"]).inputs(5, 7)
+        args, kwargs = find_target("benchmarks.gpt:Gpt", ["x=float32[B,3]"]).inputs(5, 7)
     assert args == () and kwargs["x"].shape == (5, 3)
 
 

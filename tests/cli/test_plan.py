@@ -15,7 +15,7 @@ from zerofx.cost.host import Host
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine, loads_machine
 
-GPT = ["plan", "benchmarks.accounting:Gpt(depth=2)", "--batch", "2", "--length", "32"]
+GPT = ["plan", "benchmarks.gpt:Gpt(depth=2)", "--batch", "2", "--length", "32"]
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
 
 

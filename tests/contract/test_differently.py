@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
+import logging
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerofx
 from tests.contract.loops import STAGES, close, compiled, config, data, full, net, same, sgd, twin
 from tests.ranks import run_ranks
+from zerofx.runtime.pickles import say_once
 
 
 def _penalty(stage: int) -> None:
@@ -101,3 +110,37 @@ def _resume(stage: int, folder: str) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_that_each_rank_saved(stage: int, tmp_path: Path) -> None:
     run_ranks(2, _resume, stage, str(tmp_path))
+
+
+def _one_rank_alone(stage: int, folder: str) -> list[str]:
+    """Rank 0 saves, as with DDP, first its rows and then the whole."""
+    model, said = net(), logging.getLogger("zerofx.runtime.pickles")
+    run, heard = compiled(model, stage), QueueHandler(SimpleQueue())
+    said.addHandler(heard)
+    say_once.cache_clear()
+    run(*data(0)).backward()
+    rows, whole = Path(folder, f"rows{stage}"), Path(folder, f"whole{stage}")
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), rows)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    values = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        torch.save(values, whole)
+    dist.barrier()
+    before = full(model.first.weight)
+    if dist.get_rank() == 0:
+        model.load_state_dict(torch.load(rows))
+    else:
+        with pytest.raises(RuntimeError, match=r"first\.weight[^\n]* another rank"):
+            model.load_state_dict(torch.load(rows))
+    assert torch.equal(full(model.first.weight), before)
+    set_model_state_dict(model, torch.load(whole), options=StateDictOptions(full_state_dict=True))
+    assert torch.equal(full(model.first.weight), before)
+    said.removeHandler(heard)
+    return [heard.queue.get().getMessage() for _ in range(heard.queue.qsize())]
+
+
+def test_one_rank_that_saves_alone(tmp_path: Path) -> None:
+    first, other = run_ranks(2, _one_rank_alone, 3, str(tmp_path))
+    assert len(first) == 1 and "every rank must write a file" in first[0] and not other

@@ -9,9 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import zerofx
-from tests.contract.loops import STAGES, compiled, config, data, full, net, refused, same, sgd, twin
+from tests.contract.loops import (
+    STAGES,
+    close,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    refused,
+    same,
+    sgd,
+    twin,
+)
 from tests.ranks import run_ranks
 
 
@@ -51,22 +64,21 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "full values": lambda w: w.copy_(torch.arange(7.0) + w.shape[0]),
     "full values of rows": lambda w: w.narrow(0, 7, 2).copy_(torch.arange(14.0).view(2, 7)),
     "set": lambda w: operator.setitem(w.chunk(2)[1], 2, 9),
-}
-EVEN: dict[str, Callable[[Any], Any]] = {
     "flatten": lambda w: w.flatten()[40:60].fill_(6),
     "view": lambda w: w.view(-1)[-3:].fill_(7),
+    "unbind": lambda w: w.unbind()[11].neg_(),
+    "rows": lambda w: [row.div_(1 + i) for i, row in enumerate(w)],
 }
-"""`DTensor` refuses these where a rank has more rows than another."""
 
 
-def _views(stage: int, rows: int, names: list[str]) -> None:
+def _views(stage: int, rows: int) -> None:
     """Also of `data` and of gradients."""
     model, plain = net(lambda: nn.Linear(7, rows)), net(lambda: nn.Linear(7, rows))
     zerofx.shard(model, config(stage))
     for trained in (model, plain):
         weight: Any = trained.weight
         weight.grad = torch.ones_like(weight)
-        for write in ((WRITES | EVEN)[name] for name in names):
+        for write in WRITES.values():
             for value in (weight.data, weight.grad):
                 write(value)
             with torch.no_grad():
@@ -75,10 +87,32 @@ def _views(stage: int, rows: int, names: list[str]) -> None:
     assert torch.equal(full(model.weight.grad), full(plain.weight.grad))
 
 
+def _flattened(stage: int) -> None:
+    """The gradient of a penalty on all weights as one vector; noise on them."""
+    model, ddp = net(), twin(net())
+    compiled(model, stage)(*data(0))
+    noise = torch.randn(sum(param.numel() for param in model.parameters()))
+    for trained in (model, ddp.module):
+        vector = parameters_to_vector(trained.parameters())
+        vector.square().sum().backward()
+        with torch.no_grad():
+            noisy = full(parameters_to_vector(trained.parameters())) + noise
+        vector_to_parameters(noisy, trained.parameters())
+        trained.seen = [full(param.grad) for param in trained.parameters()]
+    for mine, other in zip(model.seen, ddp.module.seen, strict=True):
+        close(mine, other, "gradient of a penalty")
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_as_one_vector(stage: int) -> None:
+    run_ranks(2, _flattened, stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_writes_through_views(stage: int) -> None:
-    run_ranks(2, _views, stage, 13, list(WRITES))
-    run_ranks(2, _views, stage, 12, list(WRITES | EVEN))
+    for rows in (12, 13):
+        run_ranks(2, _views, stage, rows)
 
 
 def _refused_data() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accounting import Gpt
+from benchmarks.gpt import Gpt
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.comm import algorithms_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.accounting import Gpt
+from benchmarks.gpt import Gpt
 from benchmarks.meters import memory_peaks, peak_bytes
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.accounting import Gpt
+from benchmarks.gpt import Gpt
 from tests.models import batch, make
 from tests.sim.test_captured import capture_programs
 from zerofx.config import ZeroConfig

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zerofx
-from benchmarks.accounting import Gpt
+from benchmarks.gpt import Gpt
 from tests.hard.pair import full
 from tests.integrations.examples import BASE, nested
 from tests.integrations.record_deepspeed import RECORD, draw, net

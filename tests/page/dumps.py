@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accounting import Gpt
+from benchmarks.gpt import Gpt
 from zerofx.config import ZeroConfig
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link

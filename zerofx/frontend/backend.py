@@ -25,6 +25,7 @@ from zerofx.frontend.roots import (
     refuse_running_wrappers,
 )
 from zerofx.frontend.watch import watcher_of
+from zerofx.option_checks import refuse_choosers
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import refuse_changed, registered, with_registered
@@ -110,6 +111,8 @@ def _shard_and_compile(
     if stage is None:
         stage = _stage_for(module, inputs, root, options)
         options = _options_at(stage, options)
+    else:
+        refuse_choosers(config_from_options(stage, options))
     config = with_registered(config_from_options(stage, options))
     compiler = SegmentCompiler(config.inner, _patches(config, mode))
     if root is not None:

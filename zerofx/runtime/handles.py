@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from zerofx.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from zerofx.runtime.domain import Domain
     from zerofx.runtime.params import ParamState
     from zerofx.runtime.session import Session
@@ -55,6 +57,11 @@ def live_domains() -> list[Domain]:
 def live_sessions() -> list[Session]:
     """The sharded models that are alive, oldest first."""
     return list({id(domain.session): domain.session for domain in live_domains()}.values())
+
+
+def is_ours(mesh: DeviceMesh) -> bool:
+    """Whether a sharded model that is alive lies on `mesh`."""
+    return any(mesh == session.mesh for session in live_sessions())
 
 
 def states_by_param() -> dict[int, ParamState]:

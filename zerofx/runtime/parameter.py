@@ -15,13 +15,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from zerofx.errors import UnsupportedError
-from zerofx.torch_private import storage_key, with_local
+from zerofx.errors import CheckpointError, UnsupportedError
+from zerofx.torch_private import storage_key
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
+
+WRITTEN = "_zerofx_written"
+"""The attribute of an unpickled `DTensor` that says which part of the tensor was pickled."""
 
 
 class Owner:
@@ -64,6 +68,7 @@ class Sharded(DTensor):
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
         value = other if isinstance(other, DTensor) else self._everywhere(other)
+        refuse_foreign(value, self.device_mesh)
         return super().copy_(value, non_blocking)
 
     def detach(self) -> Tensor:
@@ -89,7 +94,7 @@ class Sharded(DTensor):
             return found
         if self._is_seen_by(found):
             return _writable(found.detach(), Sharded)
-        copied = _writable(found.detach().clone(), _Copied)
+        copied = _writable(found.detach().clone(), Copied)
         copied._whole, copied._view = self, view
         return copied
 
@@ -105,17 +110,13 @@ class Sharded(DTensor):
 
     def _everywhere(self, full: Tensor) -> DTensor:
         """A value that every rank has."""
-        placements = [Replicate()] * self.device_mesh.ndim
         value = full.detach().to(self.device)
-        return DTensor.from_local(value, self.device_mesh, placements, run_check=False)
+        return DTensor.from_local(value, self.device_mesh, _replicated(self), run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         plain = self._plain(super().detach())
         plain.grad = self.grad
         return copy.deepcopy(plain, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain(alone(super().detach())).__reduce_ex__(protocol)
 
     def _plain(self, made: Tensor) -> Tensor:
         """A value of torch's own class with what else this one has."""
@@ -141,7 +142,7 @@ class ShardedParameter(Sharded):
         _GRAD.__set__(self, None)
 
 
-class _Copied(Sharded):
+class Copied(Sharded):
     """What a view is where `DTensor` copied rows: methods that write in place write back."""
 
     _whole: Sharded
@@ -167,7 +168,7 @@ class _Copied(Sharded):
 
 
 def _writes_back(name: str) -> Callable[..., Any]:
-    def write(self: _Copied, *args: Any, **kwargs: Any) -> Any:
+    def write(self: Copied, *args: Any, **kwargs: Any) -> Any:
         getattr(Sharded, name)(self, *args, **kwargs)
         self._write_back()
         return self
@@ -179,9 +180,13 @@ def _views(name: str) -> Callable[..., Any]:
     plain = getattr(DTensor, name)
 
     def look(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        found = plain(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return found
+            return plain(self, *args, **kwargs)
+        try:
+            found = plain(self, *args, **kwargs)
+        except RuntimeError:
+            # `DTensor` flattens no rows of which ranks have unequal numbers.
+            found = plain(self.redistribute(placements=_replicated(self)), *args, **kwargs)
         return self._seen(found, lambda full: getattr(full, name)(*args, **kwargs))
 
     return look
@@ -192,16 +197,17 @@ def _unflatten_as(kind: type[Sharded]) -> Any:
     return staticmethod(lambda *args: _writable(plain(*args), kind))
 
 
+KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
 # AOTAutograd compares the classes of fake and real inputs.
-for _kind in (Sharded, ShardedParameter, _Copied):
+for _kind in KINDS:
     setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 _VIEWING = (
     *("chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape"),
-    *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unflatten"),
-    *("unfold", "unsqueeze", "view", "vsplit"),
+    *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind"),
+    *("unflatten", "unfold", "unsqueeze", "view", "vsplit"),
 )
 _RESHAPING = ("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "t_")
 for _name in _VIEWING:
@@ -209,7 +215,7 @@ for _name in _VIEWING:
 for _name in dir(Tensor):
     _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _RESHAPING
     if _in_place or (_name.startswith("__i") and _name[3:-2] in vars(operator)):
-        setattr(_Copied, _name, _writes_back(_name))
+        setattr(Copied, _name, _writes_back(_name))
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -217,16 +223,34 @@ def local_tensor(value: Tensor) -> Tensor:
     return cast(DTensor, value)._local_tensor
 
 
-def alone(value: Tensor) -> Tensor:
-    """A `DTensor` whose rows are a view into a larger buffer, with memory of its own: for pickles.
+def which_rows(value: DTensor, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Which of several parts this rank holds: its coordinate on each axis that shards `value`."""
+    axes = zip(value.placements, mesh.get_coordinate() or (), mesh.shape, strict=False)
+    return tuple(place for how, place, size in axes if how.is_shard() and size > 1)
 
-    torch writes all of the buffer, or, where the rows do not begin it, fails: it takes a `DTensor`
-    with an offset for a tensor that has memory.
+
+def refuse_foreign(value: DTensor, mesh: DeviceMesh) -> None:
+    """Refuse what was unpickled from the file of a rank that holds other rows.
+
+    Args:
+        value: the tensor. Its own mesh, if unpickled, takes this rank for the one that wrote it.
+        mesh: the model's.
+
+    Raises:
+        CheckpointError: it says which rows these are.
     """
-    rows = local_tensor(value)
-    if rows.untyped_storage().nbytes() == rows.nbytes:
-        return value
-    return with_local(cast(DTensor, value), rows.detach().clone())
+    written = getattr(value, WRITTEN, None)
+    if written is not None and written != (own := which_rows(value, mesh)):
+        raise CheckpointError(
+            f"these are part {written} of a tensor of shape {tuple(value.shape)}, as another rank "
+            f"pickled it; this rank holds part {own}",
+            "load the file that this rank wrote, or, for a file of one rank, write whole values: "
+            "docs/loops.md says how",
+        )
+
+
+def _replicated(value: DTensor) -> list[Placement]:
+    return [Replicate()] * value.device_mesh.ndim
 
 
 def _full(value: Any) -> Any:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-import zerofx.runtime.dtensor_rules  # noqa: F401 (registers them)
+import zerofx.runtime.dtensor_rules
+import zerofx.runtime.pickles  # noqa: F401 (registers them)
 from zerofx.config import ZeroConfig
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation, Held

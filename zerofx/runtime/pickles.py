@@ -1,0 +1,54 @@
+"""Pickles of sharded tensors: one rank's rows, and a note of which they are.
+
+`if rank == 0: torch.save(model.state_dict(), …)` is right for a model that every rank has whole.
+Of a sharded one it keeps one rank's rows: that is said when it happens, and no other rank takes
+them for its own. Importing this module registers it.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import logging
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from zerofx.runtime.handles import is_ours
+from zerofx.runtime.parameter import KINDS, WRITTEN, Copied, local_tensor, which_rows
+from zerofx.torch_private import with_local
+
+_log = logging.getLogger(__name__)
+
+
+def _reduce(value: DTensor) -> Any:
+    """Torch's own pickle of a plain `DTensor`, whose rows have memory of their own.
+
+    torch writes all of a buffer that the rows are a view of, or, where they do not begin it, fails:
+    it takes a `DTensor` with an offset for a tensor that has memory.
+    """
+    rows = local_tensor(value).detach()
+    if rows.untyped_storage().nbytes() != rows.nbytes:
+        rows = rows.clone()
+    made = with_local(value, rows)
+    if not isinstance(value, Copied):  # a copy of rows does not bring along what it is a copy of
+        vars(made).update(vars(value))
+    if is_ours(value.device_mesh) and (which := which_rows(value, value.device_mesh)):
+        say_once()
+        setattr(made, WRITTEN, which)
+    return made.requires_grad_(value.requires_grad).__reduce_ex__(2)
+
+
+@functools.cache
+def say_once() -> None:
+    """Warn, once in a process."""
+    _log.warning(
+        "pickled, as by torch.save, a sharded tensor is the rows of this rank alone: every rank "
+        "must write a file, and read its own. Remedy for one file of whole values: "
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)) on all ranks, or zerofx.checkpoint"
+    )
+
+
+for _kind in (DTensor, *KINDS):
+    copyreg.pickle(_kind, _reduce)
