@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.contract.loops import STAGES, compiled, data, full, net, same, sgd, twin
+import zerofx
+from tests.contract.loops import STAGES, compiled, config, data, full, net, same, sgd, twin
 from tests.ranks import run_ranks
 
 READINGS: dict[str, Callable[[Tensor], Any]] = {
@@ -70,3 +76,21 @@ def _by_hand(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_clipping_and_skipping_by_hand(stage: int) -> None:
     run_ranks(2, _by_hand, stage)
+
+
+def _alone() -> list[str]:
+    """Rank 0 reads a norm, as one does to print it; the other one comes late."""
+    model, heard = net(), QueueHandler(SimpleQueue())
+    zerofx.shard(model, config(3, hang_timeout=0.4))
+    logging.getLogger("zerofx.runtime.watch").addHandler(heard)
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+    assert float(model.first.weight.norm()) > 0
+    logging.getLogger("zerofx.runtime.watch").removeHandler(heard)
+    return [heard.queue.get().getMessage() for _ in range(heard.queue.qsize())]
+
+
+def test_a_number_that_one_rank_reads() -> None:
+    first, other = run_ranks(2, _alone)
+    assert len(first) == 1 and not other
+    assert "test_scalars.py:" in first[0] and "Remedy: value = value.full_tensor()" in first[0]

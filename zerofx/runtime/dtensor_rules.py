@@ -8,16 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from zerofx.runtime.handles import is_ours
+from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import count_foreach_zero, read_scalars_whole
 
 # `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
 count_foreach_zero()
-# Clipping by hand, and skipping steps that overflow, ask for norms: all ranks must hear the same.
-read_scalars_whole(is_ours)
+
+
+def _global_value(number: DTensor) -> Tensor:
+    """What all ranks hear alike; of a `DTensor` that is not zerofx's what torch gives each."""
+    on_mesh = (session for session in live_sessions() if session.mesh == number.device_mesh)
+    session = next(on_mesh, None)
+    if session is None:
+        return local_tensor(number)
+    with session.watch.reading():
+        return number.full_tensor()
+
+
+# Clipping by hand, and skipping steps that overflow, ask for norms.
+read_scalars_whole(_global_value)
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

@@ -53,6 +53,7 @@ class Session:
         kept: those among them that forward left for backward.
         codes: what is remembered of codes.
         journal: the collectives issued so far.
+        watch: looks on while this rank waits.
         scales_losses: something is computed in fp16, for which users scale losses.
         network: how ranks lie, and what their collectives cost.
         axes: of the mesh, as this rank sees them.
@@ -88,9 +89,9 @@ class Session:
             num_ranks,
             config.added_passes,
         )
-        self._watch = Watch(self.journal, config.hang_timeout)
+        self.watch = Watch(self.journal, config.hang_timeout)
         if num_ranks > 1:
-            self._watch.start()
+            self.watch.start()
         if copied is not None:
             network = copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
@@ -153,7 +154,7 @@ class Session:
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """Say why a collective failed, if ranks issued different ones or are gone."""
-        return self._watch.explained()
+        return self.watch.explained()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Hold gradients back; see `zerofx.no_sync`."""
@@ -262,7 +263,7 @@ class Session:
 
     def _wait_for(self, work: Any) -> None:
         if self.device.type == "cpu":
-            self._watch.wait(work)
+            self.watch.wait(work)
         else:
             work.wait()
 

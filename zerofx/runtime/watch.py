@@ -17,7 +17,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
 from zerofx.runtime.journal import Journal
@@ -27,6 +30,7 @@ from zerofx.torch_private import is_broken_connection, is_message
 _log = logging.getLogger(__name__)
 _TICK = datetime.timedelta(milliseconds=1)
 _GRACE_SECONDS = 2.0
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class Watch:
@@ -42,6 +46,7 @@ class Watch:
         self._journal = journal
         self._patience = patience
         self._waiting: tuple[Any, float] | None = None
+        self._reading: tuple[int, float] | None = None
         self._found: ZeroFxError | None = None
         self._warned = False
         self._stop = threading.Event()
@@ -75,6 +80,15 @@ class Watch:
                 raise self._found from error
             raise
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a number that is read from all ranks; if it takes long, it says where."""
+        self._reading = threading.get_ident(), time.monotonic()
+        try:
+            yield
+        finally:
+            self._reading = None
+
     def stop(self) -> None:
         """End the thread; a daemon in C++ at interpreter exit would abort the process."""
         self._stop.set()
@@ -106,6 +120,7 @@ class Watch:
                     raise
 
     def _look(self) -> None:
+        self._look_at_reading()
         waiting = self._waiting
         try:
             self._journal.answer()
@@ -120,6 +135,18 @@ class Watch:
         if late and not self._warned:
             self._warned = True
             _log.warning("waiting in %s; %s", self._journal.last(), "; ".join(late))
+
+    def _look_at_reading(self) -> None:
+        reading = self._reading
+        if reading is None or time.monotonic() - reading[1] < self._patience:
+            return
+        self._reading = None  # once is enough
+        _log.warning(
+            "%s waits for the other ranks: .item(), float(), bool() and the like of a sharded "
+            "tensor, a norm of gradients too, are collectives, to which every rank must come. "
+            "Remedy: value = value.full_tensor() on all ranks first",
+            _place_of(reading[0]),
+        )
 
     def _explanation(self) -> ZeroFxError | None:
         try:
@@ -143,6 +170,14 @@ def _look_on(watched: weakref.ref[Watch], stop: threading.Event, pause: float) -
             _log.debug("the watch ends: %s", error)
             return
         del watch
+
+
+def _place_of(thread: int) -> str:
+    """The line of the user's program that a thread is in."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a number"
 
 
 def _interrupt(work: Any) -> None:

@@ -14,7 +14,6 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
@@ -65,21 +64,16 @@ def _zero_and_count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     torch.autograd.graph.increment_version([v for v in values if not v.is_inference()])
 
 
-def read_scalars_whole(applies: Callable[[DeviceMesh], bool]) -> None:
-    """Let `.item()`, `bool()` and the like of `DTensor`s give the global value, on every rank.
+def read_scalars_whole(gather: Callable[[DTensor], Tensor]) -> None:
+    """Let `.item()`, `bool()` and the like of `DTensor`s give what `gather` makes of them.
 
     By itself torch gives each rank what its own shard says: the sum of its rows, say.
-
-    Args:
-        applies: to `DTensor`s on which meshes.
     """
 
     def read(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value: DTensor = args[0]
         there = all(placement.is_replicate() for placement in value.placements)
-        if there or not applies(value.device_mesh):
-            return value._local_tensor.item()
-        return value.full_tensor().item()
+        return (value._local_tensor if there else gather(value)).item()
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
 
