@@ -188,7 +188,7 @@ def _compiled(programs: Programs) -> list[Compiled]:
                 continue
             kernels = [kernel for out in piece.outputs if (kernel := _kernel_of(out)) is not None]
             if kernels:
-                run = compiler.compile(piece, is_backward=backward)
+                (run,) = compiler.compile([piece], is_backward=backward)
                 found.append((kernels[-1], piece, (piece.key, backward), run))
     return found
 
@@ -222,7 +222,7 @@ def _value_for(fake: Any) -> Any:
 def _training(case: Case, batch: Batch) -> Callable[[], None]:
     """A step, after a few."""
     model = MODELS[case.name]()
-    options = {} if case.dtype is None else {"param_dtype": case.dtype}
+    options: dict[str, Any] = {} if case.dtype is None else {"param_dtype": case.dtype}
     step = torch.compile(model, backend=f"zero{case.stage}", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
