@@ -17,6 +17,7 @@ from zerofx.runtime.comm import Comm
 _ROWS, _INNER, _COLUMNS = 128, 512, 2048
 _LONG = 1 << 24
 _REPEATS = 15
+_TURNS = 31
 
 
 def measure_roofline(device: torch.device) -> Roofline:
@@ -53,9 +54,17 @@ def measure_contention(comm: Comm, device: torch.device) -> float:
     alone = median_seconds(lambda: gather(0), device)
     # Enough to outlast the gather on every rank.
     products = 1 + int(4 * alone / median_seconds(lambda: multiply(1), device))
-    computing = median_seconds(lambda: (dist.barrier(comm.group), multiply(products)), device)
-    both = median_seconds(lambda: gather(products), device)
-    share = torch.tensor((both - computing) / alone, device=device)
+
+    def compute() -> None:
+        dist.barrier(comm.group)
+        multiply(products)
+
+    # In turns: whatever else the machine does slows both.
+    lost = statistics.median(
+        seconds_of(lambda: gather(products), device) - seconds_of(compute, device)
+        for _ in range(_TURNS)
+    )
+    share = torch.tensor(lost / alone, device=device)
     dist.all_reduce(share, group=comm.group)
     return float((share / comm.size).clamp(0, 1))
 
