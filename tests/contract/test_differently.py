@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from logging.handlers import QueueHandler
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerofx
 from tests.contract.loops import STAGES, close, compiled, config, data, full, net, same, sgd, twin
+from tests.logs import heard
 from tests.ranks import run_ranks
 from zerofx.runtime.pickles import say_once
 
@@ -114,15 +112,14 @@ def test_shards_that_each_rank_saved(stage: int, tmp_path: Path) -> None:
 
 def _one_rank_alone(stage: int, folder: str) -> list[str]:
     """Rank 0 saves, as with DDP, first its rows and then the whole."""
-    model, said = net(), logging.getLogger("zerofx.runtime.pickles")
-    run, heard = compiled(model, stage), QueueHandler(SimpleQueue())
-    said.addHandler(heard)
+    model = net()
+    compiled(model, stage)(*data(0)).backward()
     say_once.cache_clear()
-    run(*data(0)).backward()
     rows, whole = Path(folder, f"rows{stage}"), Path(folder, f"whole{stage}")
-    for _ in range(2):
-        if dist.get_rank() == 0:
-            torch.save(model.state_dict(), rows)
+    with heard("zerofx.runtime.pickles") as said:
+        for _ in range(2):
+            if dist.get_rank() == 0:
+                torch.save(model.state_dict(), rows)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     values = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
@@ -137,8 +134,7 @@ def _one_rank_alone(stage: int, folder: str) -> list[str]:
     assert torch.equal(full(model.first.weight), before)
     set_model_state_dict(model, torch.load(whole), options=StateDictOptions(full_state_dict=True))
     assert torch.equal(full(model.first.weight), before)
-    said.removeHandler(heard)
-    return [heard.queue.get().getMessage() for _ in range(heard.queue.qsize())]
+    return said
 
 
 def test_one_rank_that_saves_alone(tmp_path: Path) -> None:

@@ -112,8 +112,6 @@ def _as_ddp(build: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "build", [_TiedOutside, _BufferAlone, _Views, _ViewsOfAWeight, _WithoutStorage]
-)
+@pytest.mark.parametrize("build", BUILDS)
 def test_trains_as_ddp_does(build: Any, stage: int) -> None:
     run_ranks(2, _as_ddp, build, stage)

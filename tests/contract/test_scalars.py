@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from logging.handlers import QueueHandler
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.contract.loops import STAGES, compiled, config, data, full, net, same, sgd, twin
+from tests.logs import heard
 from tests.ranks import run_ranks
 
 READINGS: dict[str, Callable[[Tensor], Any]] = {
@@ -80,14 +78,13 @@ def test_clipping_and_skipping_by_hand(stage: int) -> None:
 
 def _alone() -> list[str]:
     """Rank 0 reads a norm, as one does to print it; the other one comes late."""
-    model, heard = net(), QueueHandler(SimpleQueue())
+    model = net()
     zerofx.shard(model, config(3, hang_timeout=0.4))
-    logging.getLogger("zerofx.runtime.watch").addHandler(heard)
-    if dist.get_rank() == 1:
-        time.sleep(1.5)
-    assert float(model.first.weight.norm()) > 0
-    logging.getLogger("zerofx.runtime.watch").removeHandler(heard)
-    return [heard.queue.get().getMessage() for _ in range(heard.queue.qsize())]
+    with heard("zerofx.runtime.watch") as said:
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        assert float(model.first.weight.norm()) > 0
+    return said
 
 
 def test_a_number_that_one_rank_reads() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpt import Gpt
+from tests.logs import heard
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.comm import algorithms_for
@@ -35,21 +36,15 @@ def _chosen(memory: int | None, **more: Any) -> tuple[int, int, list[str]]:
     """The stage of the session, of its configuration, and what was logged."""
     from zerofx.sharding.shard import session_of
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zerofx.frontend.choose")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     model = Gpt(depth=2)
     run = torch.compile(model, backend="zero", options={**EAGER, "device_memory": memory, **more})
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        run(torch.randint(1024, (BATCH, LENGTH))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    logger.removeHandler(handler)
+    with heard("zerofx.frontend.choose", logging.INFO) as lines:
+        for _ in range(2):
+            run(torch.randint(1024, (BATCH, LENGTH))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     session = session_of(model)
     assert session is not None
     layouts = {state.spec.layout.name for state in session.states}

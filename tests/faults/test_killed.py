@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.dying import OPTIONS, WIDTH, Layers, Stage, train
+from tests.logs import heard
 from tests.ranks import RanksFailed, run_ranks
 from zerofx.runtime.watch import say_last_words
 
@@ -41,20 +41,15 @@ def test_the_others_name_it(
 
 def _reduces_by_hand() -> list[str]:
     """What is logged when a process ends since a collective of its own failed."""
-    words: list[str] = []
-    logger = logging.getLogger("zerofx")
-    handler = logging.Handler()
-    handler.emit = lambda record: words.append(record.getMessage())
-    logger.addHandler(handler)
     model = Layers()
     torch.compile(model, backend="zero3", options=OPTIONS)(torch.ones(2, WIDTH))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.all_reduce(torch.ones(1))
-    except RuntimeError as error:
-        say_last_words(error)
-    logger.removeHandler(handler)
+    with heard("zerofx") as words:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            say_last_words(error)
     raise RuntimeError(words[-1])
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ import torch.distributed as dist
 import zerofx
 from tests.codegen.strategies import ALL_CODECS
 from tests.codegen.test_reference import error, gaussian, round_trip
+from tests.logs import heard
 from tests.quantized.test_values import Weights, grads_of
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
@@ -36,19 +34,6 @@ def test_what_is_expected_is_the_error_on_gaussian_numbers(codec: Any) -> None:
     assert expected_error(codec) == pytest.approx(error(round_trip(x, codec), x), rel=0.06)
 
 
-@contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("zerofx.runtime.drift")
-    log.addHandler(handler)
-    try:
-        yield found
-    finally:
-        log.removeHandler(handler)
-
-
 def _watched() -> dict[str, Any]:
     model = Weights()
     run = torch.compile(model, backend="zero3", options=OPTIONS)
@@ -59,7 +44,7 @@ def _watched() -> dict[str, Any]:
             grads[1].view(-1)[::32] = 1e4
         run(grads)[0].backward()
 
-    with _warnings() as warned:
+    with heard("zerofx.runtime.drift") as warned:
         step(False)
         calm = zerofx.drift(model)
         assert not warned

@@ -108,12 +108,13 @@ def _shard_and_compile(
     root = find_root(plain) if plain else None
     if root is not None:
         refuse_meta(root)
+    given = stage
     if stage is None:
         stage = _stage_for(module, inputs, root, options)
         options = _options_at(stage, options)
-    else:
-        refuse_choosers(config_from_options(stage, options))
     config = with_registered(config_from_options(stage, options))
+    if given is not None:
+        refuse_choosers(config)
     compiler = SegmentCompiler(config.inner, _patches(config, mode))
     if root is not None:
         if session_of(root) is None:

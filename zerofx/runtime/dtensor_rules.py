@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import sessions_on
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import count_foreach_zero, read_scalars_whole
 
@@ -22,10 +22,10 @@ count_foreach_zero()
 
 def _global_value(number: DTensor) -> Tensor:
     """What all ranks hear alike; of a `DTensor` that is not zerofx's what torch gives each."""
-    on_mesh = [session for session in live_sessions() if session.mesh == number.device_mesh]
-    if not on_mesh:
+    sessions = sessions_on(number.device_mesh)
+    if not sessions:
         return local_tensor(number)
-    with on_mesh[-1].watch.reading():  # the youngest model's: any will do
+    with sessions[-1].watch.reading():  # the youngest model's: any will do
         return number.full_tensor()
 
 

@@ -59,9 +59,10 @@ def live_sessions() -> list[Session]:
     return list({id(domain.session): domain.session for domain in live_domains()}.values())
 
 
-def is_ours(mesh: DeviceMesh) -> bool:
-    """Whether a sharded model that is alive lies on `mesh`."""
-    return any(mesh == session.mesh for session in live_sessions())
+def sessions_on(mesh: DeviceMesh) -> list[Session]:
+    """The sharded models that are alive and lie on `mesh`, oldest first."""
+    # By equality: torch caches the meshes of results, so that one may be an older model's.
+    return [session for session in live_sessions() if session.mesh == mesh]
 
 
 def states_by_param() -> dict[int, ParamState]:

@@ -114,14 +114,9 @@ class Sharded(DTensor):
         return DTensor.from_local(value, self.device_mesh, _replicated(self), run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        plain = self._plain(super().detach())
-        plain.grad = self.grad
-        return copy.deepcopy(plain, memo)
-
-    def _plain(self, made: Tensor) -> Tensor:
-        """A value of torch's own class with what else this one has."""
-        vars(made).update(vars(self))
-        return made.requires_grad_(self.requires_grad)
+        made = plain(self, super().detach())
+        made.grad = self.grad
+        return copy.deepcopy(made, memo)
 
 
 class ShardedParameter(Sharded):
@@ -157,9 +152,6 @@ class Copied(Sharded):
 
     def _is_seen_by(self, view: Tensor) -> bool:
         return False
-
-    def _plain(self, made: Tensor) -> Tensor:
-        return made  # a copy of rows does not bring along what they were taken from
 
     def _write_back(self) -> None:
         full = _full(self._whole.detach())
@@ -221,6 +213,13 @@ for _name in dir(Tensor):
 def local_tensor(value: Tensor) -> Tensor:
     """The local shard of a value that is a `DTensor`; no communication, no autograd."""
     return cast(DTensor, value)._local_tensor
+
+
+def plain(value: DTensor, made: Tensor) -> Tensor:
+    """`made`, a tensor of torch's own class, with what else `value` has."""
+    if not isinstance(value, Copied):  # rows do not bring along what they were taken from
+        vars(made).update(vars(value))
+    return made.requires_grad_(value.requires_grad)
 
 
 def which_rows(value: DTensor, mesh: DeviceMesh) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from zerofx.runtime.handles import is_ours
-from zerofx.runtime.parameter import KINDS, WRITTEN, Copied, local_tensor, which_rows
+from zerofx.runtime.handles import sessions_on
+from zerofx.runtime.parameter import KINDS, WRITTEN, local_tensor, plain, which_rows
 from zerofx.torch_private import with_local
 
 _log = logging.getLogger(__name__)
@@ -30,13 +30,11 @@ def _reduce(value: DTensor) -> Any:
     rows = local_tensor(value).detach()
     if rows.untyped_storage().nbytes() != rows.nbytes:
         rows = rows.clone()
-    made = with_local(value, rows)
-    if not isinstance(value, Copied):  # a copy of rows does not bring along what it is a copy of
-        vars(made).update(vars(value))
-    if is_ours(value.device_mesh) and (which := which_rows(value, value.device_mesh)):
+    made = plain(value, with_local(value, rows))
+    if sessions_on(value.device_mesh) and (which := which_rows(value, value.device_mesh)):
         say_once()
         setattr(made, WRITTEN, which)
-    return made.requires_grad_(value.requires_grad).__reduce_ex__(2)
+    return made.__reduce_ex__(2)
 
 
 @functools.cache

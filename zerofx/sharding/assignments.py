@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofx.errors import ShardingError
 from zerofx.runtime.domain import Domain
-from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.handles import live_sessions, sessions_on
 from zerofx.runtime.params import ParamState, adopt_param
 from zerofx.runtime.session import Session
 from zerofx.sharding.classes import bind, bound_states, is_bound, unbind
@@ -91,9 +91,7 @@ def _path_of(module: nn.Module, session: Session) -> str:
 
 def _session_on(mesh: DeviceMesh) -> Session | None:
     """The youngest model on `mesh`, for a module that is not part of a model yet."""
-    # By equality: torch caches the meshes of results, so that one may be an older model's.
-    on_mesh = [session for session in live_sessions() if session.mesh == mesh]
-    alive = [session for session in on_mesh if session.root() is not None]
+    alive = [session for session in sessions_on(mesh) if session.root() is not None]
     return alive[-1] if alive else None
 
 
