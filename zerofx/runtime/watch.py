@@ -115,9 +115,11 @@ class Watch:
                 work.wait(patience)
                 return
             except RuntimeError as error:
-                late = not work.is_completed() and "imed out" in str(error)
-                if not late or self._found is not None:
+                if "imed out" not in str(error) or self._found is not None:
                     raise
+                if work.is_completed():  # since then, or by a time-out of its own: it says so
+                    work.wait()
+                    return
 
     def _look(self) -> None:
         self._look_at_reading()
