@@ -12,28 +12,25 @@ from torch.distributed.tensor import DTensor
 import zerofx.runtime.markers  # noqa: F401 (registers the eager kernels)
 from zerofx.config import Stage, ZeroConfig, config_from_options
 from zerofx.errors import UnsupportedError, ZeroFxError
-from zerofx.frontend import step_guard
+from zerofx.frontend import first_forward, step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.choose import choose_stage
-from zerofx.frontend.inner import SegmentCompiler
+from zerofx.frontend.first_forward import config_of, shard_root
+from zerofx.frontend.inner import SegmentCompiler, patches_of_mode
 from zerofx.frontend.planner import at_stage
 from zerofx.frontend.roots import (
     find_missing_roots,
     find_root,
-    refuse_late_casts,
     refuse_running_wrappers,
 )
 from zerofx.frontend.watch import watcher_of
-from zerofx.option_checks import refuse_choosers
-from zerofx.passes.fingerprint import fingerprint
-from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
 from zerofx.sharding.refuse import refuse_meta
-from zerofx.sharding.shard import session_of, shard_model
-from zerofx.torch_private import inductor_options_of_mode, pass_through_dynamo, restart_dynamo
+from zerofx.sharding.shard import session_of
+from zerofx.torch_private import pass_through_dynamo, restart_dynamo
 
 step_guard.install()
 assignments.install()
@@ -67,6 +64,10 @@ def zero2(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compi
 def zero3(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
     """ZeRO stage 3: stage 2, and parameters sharded between uses."""
     return _compile(3, module, inputs, **kwargs)
+
+
+_BACKENDS: dict[Stage, Any] = {0: zero0, 1: zero1, 2: zero2, 3: zero3}
+first_forward.install(_BACKENDS)
 
 
 def _compile(
@@ -108,25 +109,21 @@ def _shard_and_compile(
     root = find_root(plain) if plain else None
     if root is not None:
         refuse_meta(root)
-    given = stage
     if stage is None:
         stage = _stage_for(module, inputs, root, options)
-        options = _options_at(stage, options)
-    config = with_registered(config_from_options(stage, options))
-    if given is not None:
-        refuse_choosers(config)
-    compiler = SegmentCompiler(config.inner, _patches(config, mode))
+        config = with_registered(config_from_options(stage, _options_at(stage, options)))
+    else:
+        config = config_of(stage, options)
+    compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     if root is not None:
-        if session_of(root) is None:
-            refuse_late_casts(root, config)
-        shard_model(root, config, fingerprint(pipeline(config, 0)))
+        shard_root(root, config)
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)
     if described.session is not None and not options:
         # Sharded by zerofx.shard, whose options hold wherever the model is compiled.
         config = with_registered(dataclasses.replace(described.session.config, stage=stage))
-        compiler = SegmentCompiler(config.inner, _patches(config, mode))
+        compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     _check_options(described, config)
     watcher = watcher_of(module, described.session)
     compiled = Capture(config, described, compiler, watcher=watcher).compile(module, inputs)
@@ -187,18 +184,3 @@ def _differences(sharded: ZeroConfig, compiled: ZeroConfig) -> list[str]:
         if field.compare
         and (one := getattr(sharded, field.name)) != (other := getattr(compiled, field.name))
     ]
-
-
-def _patches(config: ZeroConfig, mode: str | None) -> dict[str, Any]:
-    if mode in (None, "default"):
-        return {}
-    if config.inner == "eager":
-        raise UnsupportedError(f'mode="{mode}" has no meaning with inner="eager"', "leave one out")
-    patches = inductor_options_of_mode(mode)
-    if patches.get("triton.cudagraphs"):
-        raise UnsupportedError(
-            f'mode="{mode}" records CUDA graphs, which cannot hold collectives that run between '
-            "segments",
-            'use mode="max-autotune-no-cudagraphs" or no mode',
-        )
-    return patches

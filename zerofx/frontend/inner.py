@@ -9,8 +9,15 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.config import ZeroConfig
+from zerofx.errors import UnsupportedError
 from zerofx.frontend.segments import Segment
-from zerofx.torch_private import compile_with_inductor, in_turns, run_boxed
+from zerofx.torch_private import (
+    compile_with_inductor,
+    in_turns,
+    inductor_options_of_mode,
+    run_boxed,
+)
 
 Boxed = Callable[[list[Any]], Any]
 """Takes its inputs in a list, which it empties; returns a sequence of outputs."""
@@ -60,3 +67,23 @@ class SegmentCompiler:
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # pyright: ignore
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         return compile_with_inductor(module, values, is_backward, self.patches)
+
+
+def patches_of_mode(mode: str | None, config: ZeroConfig) -> dict[str, Any]:
+    """What a `mode` of `torch.compile` sets in Inductor's configuration.
+
+    Raises:
+        UnsupportedError: the mode has no meaning here, or records CUDA graphs.
+    """
+    if mode in (None, "default"):
+        return {}
+    if config.inner == "eager":
+        raise UnsupportedError(f'mode="{mode}" has no meaning with inner="eager"', "leave one out")
+    patches = inductor_options_of_mode(mode)
+    if patches.get("triton.cudagraphs"):
+        raise UnsupportedError(
+            f'mode="{mode}" records CUDA graphs, which cannot hold collectives that run between '
+            "segments",
+            'use mode="max-autotune-no-cudagraphs" or no mode',
+        )
+    return patches

@@ -25,11 +25,12 @@ _REMEDY = (
 )
 
 
-def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
+def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) -> nn.Module:
     """The outermost module on the call stack that owns every plain parameter of the graph.
 
     Args:
         plain: parameters that Dynamo's graph reads and that are not sharded yet.
+        compiled: the module that `torch.compile` was given; `None`: as the stack says.
 
     Raises:
         ShardingError: no running module owns them all; an outer module, which owns more, is
@@ -53,7 +54,7 @@ def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
     # is not if more than the model holds one of them, as a tied head does.
     places = _places(outer)
     root = next(module for module in owners if _places(module) == places)
-    compiled = _compiled_module(frames)
+    compiled = compiled or _compiled_module(frames)
     if compiled is not None and _owned(compiled) != _owned(outer):
         raise ShardingError(
             f"{type(compiled).__name__} is compiled while {type(outer).__name__}, which owns more "
@@ -62,6 +63,11 @@ def find_root(plain: Sequence[nn.Parameter]) -> nn.Module:
         )
     _refuse_used(root, frames)
     return root
+
+
+def find_compiled_module() -> nn.Module | None:
+    """The module that `torch.compile` was given; `None` if it was given a function."""
+    return _compiled_module(list(_module_frames()))
 
 
 def refuse_late_casts(root: nn.Module, config: ZeroConfig) -> None:
@@ -132,7 +138,6 @@ def _module_frames() -> Iterator[tuple[FrameType, nn.Module]]:
 
 
 def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module | None:
-    """The module that `torch.compile` was given; `None` if it was given a function."""
     inside: nn.Module | None = None
     by_frame = {id(frame): module for frame, module in frames}
     frame: FrameType | None = sys._getframe(1)

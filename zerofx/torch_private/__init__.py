@@ -1,7 +1,7 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: captured, compiler, distributed, tensors, turns.
+Modules: captured, compiler, distributed, given, tensors, turns.
 """
 
 from zerofx.torch_private.captured import (
@@ -39,6 +39,7 @@ from zerofx.torch_private.distributed import (
     num_live_ranks,
     reduce_scatter_flat,
 )
+from zerofx.torch_private.given import before_forwards
 from zerofx.torch_private.tensors import (
     DispatchMode,
     FakeMode,
@@ -73,6 +74,7 @@ __all__ = [
     "all_gather_flat",
     "backend_of",
     "backward_id",
+    "before_forwards",
     "below_transforms",
     "call_after_backward",
     "compilations",

@@ -1,0 +1,130 @@
+"""Frames that Dynamo gives up, so that Python runs them: models train all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.contract.loops import FAST, data, net, same, sgd, sharded, train, twin
+from tests.ranks import run_ranks
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        torch._dynamo.graph_break()
+        return x
+
+
+class _Blocks(nn.Module):
+    """Dynamo cannot go on after a break inside a loop; `embed` runs before it sees a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 9)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y)
+
+
+class _Layers(_Blocks):
+    """Only modules of torch's own, of which Dynamo compiles no frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(9, 9) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+            if x.abs().max() > 2:
+                x = x / 2
+        return F.mse_loss(self.head(x), y)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(7, 5, batch_first=True)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(self.lstm(x[:, None])[0][:, 0]), y)
+
+
+class _Disabled(_Layers):
+    @torch.compiler.disable
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y)
+
+
+class _Wrapped(nn.Module):
+    """Owns what the compiled model does."""
+
+    def __init__(self, run: Any):
+        super().__init__()
+        self.run = run
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.run(*batch)
+
+
+def _as_ddp(build: Any, stage: int, how: str) -> None:
+    torch.compiler.reset()
+    model = net(build, seed=dist.get_rank())  # rank 0 wins
+    ddp = twin(net(build))
+    optimizer = sgd(model)
+    run: Any = model
+    if how == "in place":
+        model.compile(backend=f"zero{stage}", options=FAST)
+    else:
+        run = torch.compile(model, backend=f"zero{stage}", options=FAST)
+    if how == "wrapped":
+        run = _Wrapped(run)
+    train(run, optimizer)
+    train(ddp, sgd(ddp))
+    assert sharded(model)
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("build", [_Blocks, _Layers, _Recurrent, _Disabled])
+def test_they_train_as_ddp_does(build: Any, stage: int) -> None:
+    run_ranks(2, _as_ddp, build, stage, "returned")
+    run_ranks(2, _as_ddp, build, stage, "wrapped")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("build", [_Blocks, _Layers, _Recurrent])
+def test_compiled_in_place(build: Any, stage: int) -> None:
+    run_ranks(2, _as_ddp, build, stage, "in place")
+
+
+def _left_alone() -> None:
+    """By the backends of torch, and `torch.compiler.disable`, beside a model of zerofx."""
+    for wrap in (torch.compile, torch.compiler.disable):
+        model = net(_Layers)
+        wrap(model)(*data(0)).backward()
+        assert not sharded(model)
+    model = net(_Layers)
+    torch.compile(model, backend="zero3", options=FAST)(*data(0)).backward()
+    assert sharded(model)
+
+
+def test_other_backends_are_left_alone() -> None:
+    run_ranks(2, _left_alone)

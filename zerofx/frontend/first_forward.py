@@ -1,0 +1,88 @@
+"""Models are sharded before their first compiled forward, so that no part of it escapes.
+
+Dynamo gives up a frame with a graph break in a loop, or that calls `nn.LSTM`: Python runs it, and
+what it computes with modules of torch's own reaches no backend. There sharded parameters are read
+one by one; plain ones would train apart on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zerofx.config import Stage, ZeroConfig, config_from_options
+from zerofx.errors import ShardingError, ZeroFxError
+from zerofx.frontend.inner import patches_of_mode
+from zerofx.frontend.roots import find_compiled_module, find_root, refuse_late_casts
+from zerofx.option_checks import refuse_choosers
+from zerofx.passes.fingerprint import fingerprint
+from zerofx.passes.pipelines import pipeline
+from zerofx.passes.registry import with_registered
+from zerofx.sharding.refuse import refuse_meta
+from zerofx.sharding.shard import session_of, shard_model
+from zerofx.torch_private import before_forwards, inside_transform, pass_through_dynamo
+
+
+def install(backends: Mapping[Stage, Any]) -> None:
+    """From now on, for these backends."""
+
+    def hear(backend: Any, given: Mapping[str, Any], compiled: nn.Module | None) -> bool:
+        stages: list[Stage] = [stage for stage, ours in backends.items() if ours is backend]
+        if not stages:
+            return True
+        compiled = compiled or find_compiled_module()
+        try:
+            return compiled is not None and _shard_first(stages[0], compiled, **given)
+        except ZeroFxError as error:
+            pass_through_dynamo(error)
+            raise
+
+    before_forwards(hear)
+
+
+def _shard_first(
+    stage: Stage,
+    compiled: nn.Module,
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> bool:
+    """Whether the module is sharded now."""
+    try:
+        root = find_root((), compiled)
+    except ShardingError:  # the backend raises it if the graph reads plain parameters
+        return False
+    params = list(root.parameters())
+    if any(isinstance(param, DTensor) for param in params):
+        return True
+    if not params or inside_transform() or not all(map(_is_ready, params)):
+        return False
+    refuse_meta(root)
+    config = config_of(stage, options)
+    patches_of_mode(mode, config)  # it is refused here, while the model is plain
+    with torch.inference_mode(False):
+        shard_root(root, config)
+    return True
+
+
+def _is_ready(param: Tensor) -> bool:
+    # `functional_call` puts other tensors in the place of parameters.
+    return isinstance(param, nn.Parameter) and not nn.parameter.is_lazy(param)
+
+
+def config_of(stage: Stage, options: Mapping[str, Any] | None) -> ZeroConfig:
+    """What a user chose at a fixed stage."""
+    config = with_registered(config_from_options(stage, options))
+    refuse_choosers(config)
+    return config
+
+
+def shard_root(root: nn.Module, config: ZeroConfig) -> None:
+    """Shard a plain model, or what was added to one that is sharded."""
+    if session_of(root) is None:
+        refuse_late_casts(root, config)
+    shard_model(root, config, fingerprint(pipeline(config, 0)))

@@ -1,0 +1,52 @@
+"""What `torch.compile` was given, and when what it returned is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch._dynamo.callback import callback_handler, on_compile_start
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch.nn.modules.module import register_module_module_registration_hook
+
+Hear = Callable[[Any, Mapping[str, Any], nn.Module | None], bool]
+"""Hears a backend, its `options` and `mode`, and the module that was compiled (`None`: to be found
+on the stack); says whether it needs to hear of this module no more."""
+
+
+def before_forwards(hear: Hear) -> None:
+    """Call `hear` before the forward of a compiled module, and before Dynamo compiles a frame.
+
+    The former is not for `module.compile()`, the latter not for forwards that Dynamo leaves alone.
+    """
+
+    def registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+        if compiles not in callback_handler.start_callbacks:
+            on_compile_start(compiles)  # `torch._dynamo.reset()` forgets it
+        if not isinstance(outer, OptimizedModule) or inner is None:
+            return
+
+        def before(compiled: nn.Module, args: Any) -> None:
+            if hear(*_given(compiled.dynamo_ctx), inner):
+                handle.remove()
+
+        handle = outer.register_forward_pre_hook(before)
+
+    def compiles(args: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "compile_wrapper":
+            frame = frame.f_back
+        if frame is not None:
+            hear(*_given(frame.f_locals["self"]), None)
+
+    register_module_module_registration_hook(registered)
+    on_compile_start(compiles)
+
+
+def _given(context: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The backend that `torch.compile` was given, and what for it."""
+    given: Any = innermost_backend(context.callback)
+    return getattr(given, "compiler_fn", given), getattr(given, "kwargs", {})
