@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.fingerprint.chain import Chain, SwapGathers, fit, fit_unlike, messages_of_all
+from tests.ranks import RanksFailed, run_ranks
 
 
 def _fit_swapped() -> None:
@@ -38,3 +41,34 @@ def test_collectives_without_tags_are_compared_once_a_step(stage: int) -> None:
     orders = [(0, 1, 2), (0, 2, 1)]
     for message in messages_of_all(2, fit_unlike, stage, orders, True):
         assert "different collectives" in message and "layers.1.weight" in message
+
+
+class _Branch(nn.Module):
+    """Each rank goes its own way, through layers of other sizes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, width)
+        self.narrow = nn.Linear(width, width)
+        self.wide = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
+        self.goes_wide = dist.get_rank() == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return (self.wide if self.goes_wide else self.narrow)(x).square().mean()
+
+
+def _branches(stage: int, width: int) -> None:
+    model = _Branch(width)
+    options = {"inner": "eager", "hang_timeout": 1.0}
+    torch.compile(model, backend=f"zero{stage}", options=options)(torch.randn(4, 6)).backward()
+
+
+@pytest.mark.parametrize("width", [8, 300])  # replicated parameters, and large ones
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sizes_that_differ_end_no_process(stage: int, width: int) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, _branches, stage, width)
+    for failure in failed.value.failures.values():
+        assert failure.kind == "DivergedError", failure
+        assert "narrow" in failure.message and "wide" in failure.message, failure.message

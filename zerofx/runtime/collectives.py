@@ -109,27 +109,47 @@ def reduce_scatter_mean(
     return reduce(transfers, comm, tag, memory).then(finish)
 
 
-def all_reduce_mean(values: Sequence[Tensor], comm: Comm) -> Pending:
-    """Start the mean of each of `values` over `comm`; they themselves stay as they are."""
-    totals: list[tuple[list[int], Tensor]] = []
-    for group in _by_dtype(values, range(len(values))):
-        flat = torch.cat([values[member].detach().reshape(-1) for member in group])
-        totals.append((group, flat.float() if flat.dtype in LOW_PRECISION else flat))
-    works = [
-        dist.all_reduce(total, group=comm.group, async_op=True)
-        for _, total in totals
-        if total.numel()
-    ]
+def all_reduce_mean(values: Sequence[Tensor], comm: Comm, tag: int) -> Pending:
+    """Start the mean of each of `values` over `comm`; they themselves stay as they are.
 
-    def finish(_: list[Tensor]) -> list[Tensor]:
+    gloo ends the process where ranks out of step give an all-reduce different sizes. So, where
+    messages carry tags, little values travel in messages and large ones after a greeting.
+    """
+    groups = _by_dtype(values, range(len(values)))
+    flats = [torch.cat([values[member].detach().reshape(-1) for member in g]) for g in groups]
+    totals = [flat.float() if flat.dtype in LOW_PRECISION else flat for flat in flats]
+
+    def finish(sums: list[Tensor]) -> list[Tensor]:
         out = list(values)
-        for group, total in totals:
+        for group, total in zip(groups, sums, strict=True):
             pieces = total.div_(comm.size).split([values[member].numel() for member in group])
             for member, piece in zip(group, pieces, strict=True):
                 out[member] = piece.to(values[member].dtype).view(values[member].shape)
         return out
 
-    return Pending([], works, tuple(total for _, total in totals), (finish,))
+    def reduce(_: list[Tensor]) -> Pending:
+        works = [
+            dist.all_reduce(total, group=comm.group, async_op=True)
+            for total in totals
+            if total.numel()
+        ]
+        return Pending(totals, works)
+
+    if comm.algorithms.untagged:
+        return reduce(totals).then(finish)
+    if sum(total.nbytes for total in totals) > comm.algorithms.pack_bytes:
+        greeted = gather_direct([_greeting(comm)], comm, tag)
+        greeted.is_short = True
+        return greeted.then(reduce).then(finish)
+    outs = [total.new_empty(comm.size, total.numel()) for total in totals]
+    both = [Gather(out.view(-1), total) for out, total in zip(outs, totals, strict=True)]
+    pending = gather_direct([each for each in both if each.chunk.numel()], comm, tag)
+    return pending.then(lambda _: [out.sum(0) for out in outs]).then(finish)
+
+
+def _greeting(comm: Comm) -> Gather:
+    """Says that a rank is there."""
+    return Gather(torch.empty(comm.size, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8))
 
 
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:

@@ -281,7 +281,10 @@ class Domain:
         comm, session = self.replica_comm, self.session
         if comm is None or not any(grad.nbytes for grad in grads):
             return Pending(list(grads))
-        return replica_mean(grads, comm, what, session.journal, session.recycler)
+        pending = replica_mean(grads, comm, what, session.journal, session.recycler)
+        if pending.is_short:
+            session.advance(pending)
+        return pending
 
     def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
         """This rank's part of a member's mean gradient, with shape and dtype of `shard`."""

@@ -21,12 +21,14 @@ class Pending:
         works: what to wait for next.
         keep: tensors that must stay alive until then.
         steps: what follows, in order.
+        is_short: whether the first wait is so short that what follows had better start at once.
     """
 
     values: list[Tensor]
     works: Sequence[Any] = ()
     keep: tuple[Tensor, ...] = ()
     steps: tuple[Step, ...] = ()
+    is_short: bool = False
 
     @property
     def done(self) -> bool:

@@ -31,8 +31,7 @@ def replica_mean(
     large = sum(grad.nbytes for grad in grads) > comm.algorithms.pack_bytes
     if grads[0].dtype.itemsize < 4 and same and large:
         return _mean_by_parts(grads, comm, what, journal, memory)
-    journal.record("all_reduce", what)
-    return all_reduce_mean(grads, comm)
+    return all_reduce_mean(grads, comm, journal.record("all_reduce", what))
 
 
 def _mean_by_parts(
