@@ -28,6 +28,7 @@ from tests.contract.loops import (
 )
 from tests.ranks import run_ranks
 from zerofx.errors import ShardingError, UnsupportedError
+from zerofx.frontend.backend import zero3
 
 
 def _trains(stage: int, optimizer_first: bool, **kwargs: Any) -> None:
@@ -106,6 +107,18 @@ def _refused_modes() -> None:
 
 def test_modes_with_cuda_graphs_are_refused() -> None:
     run_ranks(2, _refused_modes)
+
+
+def _named() -> None:
+    """What torch 2.15 makes of `torch.compile(…, name="main")`."""
+    model = net()
+    with refused("name='main'", "leave it out", kind=UnsupportedError):
+        torch.compile(model, backend=lambda *graph: zero3(*graph, name="main"))(*data(0))
+    still_plain(model)
+
+
+def test_keywords_of_newer_torch_are_refused() -> None:
+    run_ranks(2, _named)
 
 
 def _function(stage: int) -> None:

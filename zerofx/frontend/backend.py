@@ -77,6 +77,7 @@ def _compile(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    **others: Any,
 ) -> Compiled:
     """Shard on first sight, then compile.
 
@@ -86,11 +87,15 @@ def _compile(
         inputs: its real inputs, parameters included.
         options: fields of `ZeroConfig`, or `config`: one.
         mode: as for Inductor; only modes without CUDA graphs.
+        others: what newer versions of `torch.compile` pass on, such as `name`.
 
     Raises:
         ZeroFxError: something is refused; the message names it and the remedy.
     """
     try:
+        if others:
+            given = ", ".join(f"{name}={value!r}" for name, value in others.items())
+            raise UnsupportedError(f"torch.compile was given {given}", "leave it out")
         return _shard_and_compile(stage, module, inputs, options, mode)
     except ZeroFxError as error:
         pass_through_dynamo(error)

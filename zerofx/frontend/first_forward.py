@@ -36,7 +36,7 @@ def install(backends: Mapping[Stage, Any]) -> None:
             return True
         compiled = compiled or find_compiled_module()
         try:
-            return compiled is not None and _shard_first(stages[0], compiled, **given)
+            return compiled is not None and _shard_first(stages[0], compiled, given)
         except ZeroFxError as error:
             pass_through_dynamo(error)
             raise
@@ -44,14 +44,10 @@ def install(backends: Mapping[Stage, Any]) -> None:
     before_forwards(hear)
 
 
-def _shard_first(
-    stage: Stage,
-    compiled: nn.Module,
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
-) -> bool:
+def _shard_first(stage: Stage, compiled: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether the module is sharded now."""
+    if given.keys() - {"options", "mode"}:
+        return False  # the backend refuses it
     try:
         root = find_root((), compiled)
     except ShardingError:  # the backend raises it if the graph reads plain parameters
@@ -62,8 +58,8 @@ def _shard_first(
     if not params or inside_transform() or not all(map(_is_ready, params)):
         return False
     refuse_meta(root)
-    config = config_of(stage, options)
-    patches_of_mode(mode, config)  # it is refused here, while the model is plain
+    config = config_of(stage, given.get("options"))
+    patches_of_mode(given.get("mode"), config)  # it is refused here, while the model is plain
     with torch.inference_mode(False):
         shard_root(root, config)
     return True
