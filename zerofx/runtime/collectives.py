@@ -137,7 +137,7 @@ def all_reduce_mean(values: Sequence[Tensor], comm: Comm, tag: int) -> Pending:
 
     if comm.algorithms.untagged:
         return reduce(totals).then(finish)
-    if sum(total.nbytes for total in totals) > comm.algorithms.pack_bytes:
+    if comm.size * sum(total.nbytes for total in totals) > comm.algorithms.pack_bytes:
         greeted = gather_direct([_greeting(comm)], comm, tag)
         greeted.is_short = True
         return greeted.then(reduce).then(finish)
