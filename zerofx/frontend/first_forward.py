@@ -48,14 +48,14 @@ def _shard_first(stage: Stage, compiled: nn.Module, given: Mapping[str, Any]) ->
     """Whether the module is sharded now."""
     if given.keys() - {"options", "mode"}:
         return False  # the backend refuses it
-    try:
-        root = find_root((), compiled)
-    except ShardingError:  # the backend raises it if the graph reads plain parameters
-        return False
-    params = list(root.parameters())
+    params = list(compiled.parameters())
     if any(isinstance(param, DTensor) for param in params):
         return True
     if not params or inside_transform() or not all(map(_is_ready, params)):
+        return False
+    try:
+        root = find_root((), compiled)
+    except ShardingError:  # the backend raises it if the graph reads plain parameters
         return False
     refuse_meta(root)
     config = config_of(stage, given.get("options"))
