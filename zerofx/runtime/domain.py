@@ -250,14 +250,10 @@ class Domain:
         if codes is not None:
             owned = [split[comm.rank] for split in splits]
             pending = reduce_codes(codes, flat, owned, comm, tag, states, self.session.codes)
-            hops = 2 if codes.repack is not None else 1
         else:
             memory = self.session.recycler
             pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, memory)
-            hops = 2 if comm.algorithms.reduce_scatter == "two_hop" else 1
-        if hops == 2:
-            # The hop inside the node is short; the one between nodes overlaps with what follows.
-            self.session.advance(pending)
+        self.session.advance_if_short(pending)
         if self.replica_comm is not None:
             pending.then(lambda scattered: self._across(scattered, states))
         return pending
@@ -282,8 +278,7 @@ class Domain:
         if comm is None or not any(grad.nbytes for grad in grads):
             return Pending(list(grads))
         pending = replica_mean(grads, comm, what, session.journal, session.recycler)
-        if pending.is_short:
-            session.advance(pending)
+        session.advance_if_short(pending)
         return pending
 
     def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:

@@ -236,7 +236,9 @@ def reduce_codes(
     first = comm.node * comm.node_size
     rows = wire.view(comm.node_size, comm.num_nodes, -1)
     inside = range(first, first + comm.node_size)
-    return _all_to_all(rows, inside, comm.column, comm, tag).then(cross).then(finish)
+    pending = _all_to_all(rows, inside, comm.column, comm, tag).then(cross).then(finish)
+    pending.is_short = True  # the hop between nodes overlaps with what follows
+    return pending
 
 
 def _all_to_all(rows: Tensor, ranks: Sequence[int], own: int, comm: Comm, tag: int) -> Pending:

@@ -78,17 +78,12 @@ class Session:
         self.recycler = Recycler()
         self.codes = CodeMemory.empty(self.pool, config.drift_every)
         num_ranks = num_live_ranks()
+        rank = dist.get_rank() % num_ranks
         # One rank may copy a model alone: numbers of new models stay in step all the same.
         self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
         self._num_copies = 0
         self._is_copy = copied is not None
-        self.journal = Journal(
-            self.key,
-            default_store(),
-            dist.get_rank() % num_ranks,
-            num_ranks,
-            config.added_passes,
-        )
+        self.journal = Journal(self.key, default_store(), rank, num_ranks, config.added_passes)
         self.watch = Watch(self.journal, config.hang_timeout)
         if num_ranks > 1:
             self.watch.start()
@@ -151,6 +146,11 @@ class Session:
         """Wait for the hop under way, and start the next one if there is one."""
         with self.explained():
             pending.advance(self._wait_for)
+
+    def advance_if_short(self, pending: Pending) -> None:
+        """Let what follows a short first wait overlap with what the program does next."""
+        if pending.is_short:
+            self.advance(pending)
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """Say why a collective failed, if ranks issued different ones or are gone."""

@@ -72,7 +72,8 @@ def reduce_two_hop(
         return Pending([], mail.deliver(), tuple(sent), (finish,))
 
     flats = tuple(each.flat for each in transfers)
-    return Pending([], inside.deliver(), flats, (cross,))
+    # The hop inside the node is short; the one between nodes overlaps with what follows.
+    return Pending([], inside.deliver(), flats, (cross,), is_short=True)
 
 
 def _by_rank(by_node: Sequence[Tensor], comm: Comm) -> list[Tensor]:
