@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,12 +37,12 @@ from zerofx.ir.spec import Region
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.calibrate import calibrate
 from zerofx.runtime.comm import make_comm
-from zerofx.runtime.speed import median_seconds
+from zerofx.runtime.speed import core_seconds, median_seconds
 from zerofx.sim.timeline import simulate
 
 Batch = tuple[Tensor, ...]
-Compiled = tuple[fx.Node, Segment, tuple[str, bool], Callable[[list[Any]], Any]]
-"""Last kernel of a segment, the segment, what equal ones share, and how to run it."""
+Compiled = tuple[fx.Node, Segment, Callable[[list[Any]], Any]]
+"""Last kernel of a segment, the segment, and how to run it."""
 
 CPU = torch.device("cpu")
 _ROUNDS = 3
@@ -166,13 +167,14 @@ def _simulated(programs: Programs, seconds: dict[fx.Node, float], machine: Machi
     """Seconds of both programs, given those of their segments."""
     already = gathered_before(programs)
     # What launches a kernel is a part of its segment's time.
-    host = dataclasses.replace(machine.host, kernel=0.0)
+    processor = dataclasses.replace(machine.host.processor, kernel=0.0)
+    host = dataclasses.replace(machine.host, kernel=0.0, processor=processor)
 
     def on_link(start: fx.Node) -> float:
         return 0.0 if start in already else machine.link_seconds(start)
 
     def compute(node: fx.Node) -> float:
-        return seconds.get(node, 0.0)
+        return processor.crowding * seconds.get(node, 0.0)
 
     return sum(simulate(program, compute, on_link, host=host).seconds for program in programs)
 
@@ -189,18 +191,31 @@ def _compiled(programs: Programs) -> list[Compiled]:
             kernels = [kernel for out in piece.outputs if (kernel := _kernel_of(out)) is not None]
             if kernels:
                 (run,) = compiler.compile([piece], is_backward=backward)
-                found.append((kernels[-1], piece, (piece.key, backward), run))
+                found.append((kernels[-1], piece, run))
     return found
 
 
 def _profile(segments: Sequence[Compiled]) -> dict[fx.Node, float]:
-    """Seconds of each segment, by its last kernel; equal ones are timed once."""
-    known: dict[tuple[str, bool], float] = {}
-    for _, piece, key, run in segments:
-        if key not in known:
-            values = [_value_for(node.meta["val"]) for node in piece.inputs]
-            known[key] = median_seconds(lambda: run(list(values)), CPU, 5)  # noqa: B023
-    return {kernel: known[key] for kernel, _, key, _ in segments}
+    """Core seconds of each segment on the slowest rank, by its last kernel.
+
+    One runs after the other, as in a step, so that values are where a step finds them: in memory,
+    not in the cache of a core that has just read them.
+    """
+    values = [[_value_for(node.meta["val"]) for node in piece.inputs] for _, piece, _ in segments]
+    rounds: list[list[float]] = []
+    for _ in range(1 + _ROUNDS):
+        dist.barrier()
+        rounds.append(
+            [
+                core_seconds(functools.partial(run, list(given)))
+                for (_, _, run), given in zip(segments, values, strict=True)
+            ]
+        )
+    typical = torch.tensor(rounds[1:]).median(dim=0).values
+    dist.all_reduce(typical, dist.ReduceOp.MAX)
+    return {
+        kernel: seconds for (kernel, _, _), seconds in zip(segments, typical.tolist(), strict=True)
+    }
 
 
 def _kernel_of(value: fx.Node) -> fx.Node | None:

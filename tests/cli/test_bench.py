@@ -52,7 +52,10 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path) -> None:
     assert machine.roofline.flops > 1e8 and machine.roofline.bytes_per_second > 1e7
     host = dataclasses.asdict(machine.host)
     assert not host.pop("runs_ahead")
-    assert all(value >= 0 for value in host.values()) and host["contention"] <= 1
+    processor = host.pop("processor")
+    assert all(value >= 0 for value in (*host.values(), *processor.values()))
+    assert processor["ranks_per_core"] > 0 and processor["gathered"] > 0 < processor["reduced"]
+    assert host["contention"] <= 1
     # Two programs, collectives and their members are not free, however the cost is split.
     assert host["program"] + host["collective"] + host["member"] > 1e-6
     assert host["update_rate"] > 1e6

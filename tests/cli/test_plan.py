@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.host import Host
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine, loads_machine
+from zerofx.cost.processor import Processor
 
 GPT = ["plan", "benchmarks.gpt:Gpt(depth=2)", "--batch", "2", "--length", "32"]
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -82,6 +84,11 @@ def test_a_measured_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     kept = tmp_path / "machine.json"
     host = Host(program=1.0, collective=2.0, member=3.0, update=5.0, update_rate=1e30)
     machine = Machine("cpu", Roofline(1e30, 1e30), Link(1e30, 0.0), host=host)
+    crowded = dataclasses.replace(host, processor=Processor(ranks_per_core=2.0, program=50.0))
+    kept.write_text(dataclasses.replace(machine, host=crowded).dumps())
+    assert loads_machine(kept.read_text()).host == crowded
+    _, busy = _plan(capsys, "--machine", str(kept), "--stage", "2", "--world-size", "4")
+    assert busy["stages"]["2"]["host_seconds"] >= 2 * 2 * 50.0
     kept.write_text(machine.dumps())
     assert loads_machine(kept.read_text()) == machine
     _, plan = _plan(capsys, "--machine", str(kept), "--stage", "2", "--world-size", "4")

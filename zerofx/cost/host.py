@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import fx
 
+from zerofx.cost.processor import FREE_CORES, Processor
 from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
 
 
@@ -24,6 +25,7 @@ class Host:
         update_rate: bytes per second that the optimizer's kernels move; 0: as other kernels.
         contention: the share of a collective's time that kernels running meanwhile lose to it. 1
             where processors of ranks also copy the messages, so that nothing is hidden.
+        processor: what ranks ask of cores that they share.
         runs_ahead: whether kernels run elsewhere (CUDA) while the host goes on.
     """
 
@@ -34,6 +36,7 @@ class Host:
     update: float = 0.0
     update_rate: float = 0.0
     contention: float = 0.0
+    processor: Processor = FREE_CORES
     runs_ahead: bool = False
 
     def seconds(self, node: fx.Node) -> float:

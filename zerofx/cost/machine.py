@@ -13,6 +13,7 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.link import Link
 from zerofx.cost.liveness import Transport
+from zerofx.cost.processor import Processor
 from zerofx.cost.tables import CommTable
 from zerofx.ir.codes import kernels_at
 from zerofx.ir.facts import facts
@@ -100,11 +101,15 @@ def loads_machine(text: str) -> Machine:
             roofline=Roofline(**data.pop("roofline")),
             link=link,
             reductions=Link(**reductions) if reductions else None,
-            host=Host(**data.pop("host")),
+            host=_host(data.pop("host")),
             **data,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no description of a machine: {error}") from error
+
+
+def _host(data: dict[str, Any]) -> Host:
+    return Host(processor=Processor(**data.pop("processor", {})), **data)
 
 
 def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:

@@ -139,7 +139,7 @@ def _step(found: Explanation) -> Iterator[str]:
         f"predicted {show_seconds(times.step)}: compute {show_seconds(times.compute)}, "
         f"exposed communication {show_seconds(times.exposed)}, "
         f"optimizer {show_seconds(times.update)}"
-        + (f", Python {show_seconds(times.host)}" if times.host else ""),
+        + (f", Python and shared cores {show_seconds(times.host)}" if times.host else ""),
     )
     if measured is not None:
         yield _row("", _measured(found))

@@ -7,6 +7,7 @@ differ in one thing each tell what that thing costs.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import torch
@@ -18,13 +19,20 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.host import Host
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine, machine_of
+from zerofx.cost.processor import FREE_CORES, Processor
 from zerofx.cost.tables import CommTable
 from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.frontend.views import gathered_before
 from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, computes
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.comm import Comm
-from zerofx.runtime.speed import measure_contention, measure_roofline, seconds_of
+from zerofx.runtime.speed import (
+    measure_contention,
+    measure_messages,
+    measure_roofline,
+    ranks_per_core,
+    seconds_of,
+)
 
 _WIDTH, _SHALLOW, _DEEP, _EXTRA = 32, 4, 16, 8
 _WIDE = 4096
@@ -64,6 +72,21 @@ class _Trial:
         return ZeroConfig(inner="eager", min_shard_numel=0, bucket_bytes=size, dump="")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Seconds of a step.
+
+    Attributes:
+        computing: forward and backward.
+        updating: the optimizer's step.
+        working: of all threads, in forward and backward.
+    """
+
+    computing: float
+    updating: float
+    working: float
+
+
 _TRIALS = (_Trial(), _Trial(extra=_EXTRA), _Trial(apart=True), _Trial(_DEEP))
 
 
@@ -79,30 +102,45 @@ def measure_machine(comm: Comm, device: torch.device, table: CommTable, steps: i
         steps: of each model that is trained.
     """
     dist.barrier(comm.group)
+    processor = _shared_cores(comm, device)
     mine = measure_roofline(device)
     roofline = Roofline(
-        1 / slowest(1 / mine.flops, device), 1 / slowest(1 / mine.bytes_per_second, device)
+        1 / (slowest(1 / mine.flops, device) * processor.crowding),
+        1 / (slowest(1 / mine.bytes_per_second, device) * processor.crowding),
     )
     machine = machine_of(device.type, table)
-    host = measure_host(device, machine.link, measure_contention(comm, device), steps)
+    contention = measure_contention(comm, device)
+    host = measure_host(device, machine.link, contention, processor, steps)
     return dataclasses.replace(machine, roofline=roofline, host=host)
 
 
-def measure_host(device: torch.device, link: Link, contention: float, steps: int = 20) -> Host:
+def _shared_cores(comm: Comm, device: torch.device) -> Processor:
+    """What messages ask of the cores; nothing on a GPU, whose kernels leave them alone."""
+    if device.type != "cpu":
+        return FREE_CORES
+    gathered, reduced = (slowest(each, device) for each in measure_messages(comm, device))
+    return Processor(
+        ranks_per_core(comm), torch.get_num_threads(), gathered=gathered, reduced=reduced
+    )
+
+
+def measure_host(
+    device: torch.device, link: Link, contention: float, processor: Processor, steps: int = 20
+) -> Host:
     """Train on all ranks of the default group, which call this together.
 
     Args:
         device: of this rank.
         link: as measured; its latency is a part of what a collective takes in a step.
         contention: see `Host`.
+        processor: what messages ask of it.
         steps: of each model, of which the lower quartile counts.
     """
     found = [_train(trial, device, steps) for trial in _TRIALS]
-    program, collective, member, kernel = _costs(
-        [_counts(trial) for trial in _TRIALS], [step for step, _ in found]
-    )
-    update = max(0.0, (found[-1][1] - found[0][1]) / (_DEEP - _SHALLOW))
-    _, wide = _train(_Trial(depth=1, width=_WIDE), device, steps)
+    counts = [_counts(trial) for trial in _TRIALS]
+    program, collective, member, kernel = _costs(counts, [each.computing for each in found])
+    update = max(0.0, (found[-1].updating - found[0].updating) / (_DEEP - _SHALLOW))
+    wide = _train(_Trial(depth=1, width=_WIDE), device, steps).updating
     moved = _ADAMW_BYTES * _WIDE**2 / dist.get_world_size()
     return Host(
         program,
@@ -112,7 +150,15 @@ def measure_host(device: torch.device, link: Link, contention: float, steps: int
         update=update,
         update_rate=moved / max(wide - update, wide / 2),
         contention=contention,
+        processor=_with_python(processor, _costs(counts, [each.working for each in found])),
         runs_ahead=device.type == "cuda",
+    )
+
+
+def _with_python(processor: Processor, costs: tuple[float, float, float, float]) -> Processor:
+    program, collective, member, kernel = costs
+    return dataclasses.replace(
+        processor, program=program, collective=collective, member=member, kernel=kernel
     )
 
 
@@ -147,8 +193,7 @@ def _counts(trial: _Trial) -> tuple[int, int, int, int]:
     return len(programs), len(starts), len(waits), len(kernels)
 
 
-def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, float]:
-    """Seconds of forward and backward, and of the optimizer's step."""
+def _train(trial: _Trial, device: torch.device, steps: int) -> _Step:
     config = trial.config
     options = {
         name: getattr(config, name) for name in ("inner", "min_shard_numel", "bucket_bytes", "dump")
@@ -157,15 +202,15 @@ def _train(trial: _Trial, device: torch.device, steps: int) -> tuple[float, floa
     run = torch.compile(model, backend="zero3", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = torch.randn(2, trial.width, device=device)
-    times: list[tuple[float, float]] = []
+    times: list[tuple[float, float, float]] = []
     for _ in range(steps + 3):
-        both = seconds_of(lambda: run(batch).backward(), device)
-        update = seconds_of(optimizer.step, device)
+        begin = time.process_time()
+        computing = seconds_of(lambda: run(batch).backward(), device)
+        working = time.process_time() - begin
+        times.append((computing, seconds_of(optimizer.step, device), working))
         optimizer.zero_grad()
-        times.append((both, update))
     torch.compiler.reset()
-    computing, updating = (slowest(_typical(each), device) for each in zip(*times[3:], strict=True))
-    return computing, updating
+    return _Step(*(slowest(_typical(each), device) for each in zip(*times[3:], strict=True)))
 
 
 def _typical(seconds: Sequence[float]) -> float:

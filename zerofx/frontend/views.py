@@ -37,7 +37,7 @@ class Times:
     Attributes:
         compute: kernels of forward and backward.
         exposed: collectives that nothing hides.
-        host: kernels wait for Python.
+        host: kernels wait for Python, or for cores that other ranks use.
         update: the optimizer's step.
     """
 

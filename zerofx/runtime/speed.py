@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from zerofx.cost.compute import Roofline
-from zerofx.runtime.collectives import all_gather
+from zerofx.runtime.buffers import Recycler
+from zerofx.runtime.collectives import all_gather, reduce_scatter_mean
 from zerofx.runtime.comm import Comm
+from zerofx.runtime.pending import Pending
 
 _ROWS, _INNER, _COLUMNS = 128, 512, 2048
 _LONG = 1 << 24
@@ -21,12 +24,15 @@ _TURNS = 31
 
 
 def measure_roofline(device: torch.device) -> Roofline:
-    """Operations of a matrix product, and bytes that an addition moves, per second; fp32."""
+    """Operations of a matrix product, and bytes that an addition moves, per second; fp32.
+
+    On a CPU while a core is there for each thread, whoever else asks for it.
+    """
     left = torch.randn(_ROWS, _INNER, device=device)
     right = torch.randn(_INNER, _COLUMNS, device=device)
-    product = median_seconds(lambda: left @ right, device)
+    product = busy_seconds(lambda: left @ right, device)
     long, out = torch.randn(_LONG, device=device), torch.empty(_LONG, device=device)
-    copy = median_seconds(lambda: torch.add(long, 1.0, out=out), device)
+    copy = busy_seconds(lambda: torch.add(long, 1.0, out=out), device)
     return Roofline(2 * _ROWS * _INNER * _COLUMNS / product, 2 * 4 * _LONG / copy)
 
 
@@ -44,8 +50,7 @@ def measure_contention(comm: Comm, device: torch.device) -> float:
         dist.barrier(comm.group)
         pending = all_gather([full], [chunk], comm, 1)
         multiply(products)
-        while not pending.done:
-            pending.advance(lambda work: work.wait())
+        _finish(pending)
 
     def multiply(products: int) -> None:
         for _ in range(products):
@@ -67,6 +72,61 @@ def measure_contention(comm: Comm, device: torch.device) -> float:
     share = torch.tensor(lost / alone, device=device)
     dist.all_reduce(share, group=comm.group)
     return float((share / comm.size).clamp(0, 1))
+
+
+def measure_messages(comm: Comm, device: torch.device) -> tuple[float, float]:
+    """Core seconds, of all threads of this rank, for each byte sent by a gather, and a reduction.
+
+    All ranks of `comm` call this together.
+    """
+    full = torch.zeros(_LONG // 4 // comm.size * comm.size, device=device)
+    splits = [full.numel() // comm.size] * comm.size
+    chunk, memory = full.chunk(comm.size)[comm.rank].clone(), Recycler()
+
+    def gather() -> None:
+        _finish(all_gather([full], [chunk], comm, 1))
+
+    def reduce() -> None:
+        _finish(reduce_scatter_mean([full], [splits], comm, 2, memory))
+
+    sent = full.nbytes * (comm.size - 1) / comm.size
+    return _working_seconds(gather, comm) / sent, _working_seconds(reduce, comm) / sent
+
+
+def _working_seconds(call: Callable[[], None], comm: Comm) -> float:
+    """Of all threads of this rank, for one of many calls that all ranks make."""
+    call()
+    dist.barrier(comm.group)
+    begin = time.process_time()
+    for _ in range(_REPEATS):
+        call()
+    dist.barrier(comm.group)
+    return (time.process_time() - begin) / _REPEATS
+
+
+def _finish(pending: Pending) -> None:
+    while not pending.done:
+        pending.advance(lambda work: work.wait())
+
+
+def ranks_per_core(comm: Comm) -> float:
+    """Ranks of this node over the cores that they may use."""
+    cores = getattr(os, "sched_getaffinity", None)  # on Linux only
+    return comm.node_size / (len(cores(0)) if cores else os.cpu_count() or 1)
+
+
+def busy_seconds(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
+    """Median of a call; on a CPU of `core_seconds`."""
+    if device.type != "cpu":
+        return median_seconds(call, device, repeats)
+    return statistics.median([core_seconds(call) for _ in range(repeats + 1)][1:])
+
+
+def core_seconds(call: Callable[[], Any]) -> float:
+    """Of one call on this rank's cores, without the time in which other processes have them."""
+    begin = time.process_time()
+    call()
+    return (time.process_time() - begin) / torch.get_num_threads()
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:

@@ -1,7 +1,8 @@
 """Timeline: when a program computes and communicates, what is exposed, and how much it holds.
 
 Three streams: kernels run one after another, collectives one after another, and only a wait makes
-the first stop for the second; Python launches both. Memory is counted as execution allocates it:
+the first stop for the second; Python launches both. No rank is ahead of the cores that ranks share:
+what all of them do until a node takes its time. Memory is counted as execution allocates it:
 values die after their last reader, gathered values with their free.
 """
 
@@ -15,6 +16,7 @@ from torch import fx
 
 from zerofx.cost.compute import value_bytes
 from zerofx.cost.host import NO_HOST, Host
+from zerofx.cost.processor import Cores
 from zerofx.ir.ops import (
     FREE,
     PROGRAM_OPS,
@@ -41,7 +43,7 @@ class Span:
     Attributes:
         node: what ran.
         stream: `compute`, `link`, or why compute stands still: `stall`, at a wait; `slow`, what a
-            kernel loses to collectives under way; `host`, for Python.
+            kernel loses to collectives under way; `host`, for Python, or a core.
         begin: when it began.
         end: when it ended.
     """
@@ -84,7 +86,7 @@ class Timeline:
 
     @property
     def host_seconds(self) -> float:
-        """Time in which kernels wait for Python."""
+        """Time in which kernels wait for Python, or for cores that other ranks use."""
         return sum(span.end - span.begin for span in self.spans if span.stream == "host")
 
     def exposure(self) -> list[tuple[Span, float]]:
@@ -128,17 +130,17 @@ def simulate(
             takes none costs no Python either.
         codes: seconds of kernels that make codes before a collective starts, or that read them once
             it was waited for.
-        host: what launches all of them.
+        host: what launches all of them, and the cores that ranks share.
     """
     now = link_free = 0.0
-    launched = host.program
+    launched, cores = host.program, Cores(host.processor)
     done: dict[fx.Node, float] = {}
     spans: list[Span] = []
     issued: dict[fx.Node, float] = {}
     exposed: list[tuple[fx.Node, float]] = []
     for node in program.graph.nodes:
         took = _seconds(node, compute, link)
-        launched += _python(node, took, host)
+        launched = max(launched + _python(node, took, host), cores.busy_until)
         if launched > now:
             spans.append(Span(node, "host", now, launched))
             now = launched
@@ -166,6 +168,7 @@ def simulate(
                 spans.append(Span(node, "slow", now, now + lost))
             spans.append(Span(node, "compute", now + lost, now + lost + took))
             now += lost + took
+        cores.take(node, took, coding)
         if not host.runs_ahead:
             launched = now
     peak, where = _peak(program)
