@@ -12,7 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,9 +85,9 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def read_full(param: Tensor, layout: int, dtype: torch.dtype | None) -> Tensor:
     """The full value of a sharded parameter, differentiable; communicates when run eagerly."""
-    value = cast(DTensor, param)
-    shard = value.to_local(grad_placements=value.placements)
-    return UNSHARD(shard, value.shape, layout, dtype)
+    value: Any = param
+    # Naming the gradient's placements, which are these, would cost a guard of each parameter.
+    return UNSHARD(value.to_local(), value.shape, layout, dtype)
 
 
 def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
