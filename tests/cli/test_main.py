@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,23 @@ def test_a_configuration_on_disk_and_a_factory_with_arguments(tmp_path: Path) ->
 def test_a_factory_must_return_a_module() -> None:
     with pytest.raises(ConfigError, match=r"no nn\.Module"):
         find_target("json:loads(s='1')", []).build()
+    with pytest.raises(ConfigError, match="is a module, no factory"):
+        find_target("benchmarks:gpt", [])
+
+
+def test_arguments_that_a_factory_does_not_take() -> None:
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'wdith'") as refused:
+        find_target("benchmarks.gpt:Gpt(wdith=64)", [])
+    assert "width" in refused.value.remedy
+
+
+def test_whoever_closes_the_pipe_has_read_enough() -> None:
+    command = [sys.executable, "-m", "zerofx", "completion", "bash"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.wait(60) == 0
+        assert running.stderr.read() == b""
 
 
 def test_what_dynamo_adds_to_an_error_does_not_follow_the_remedy(

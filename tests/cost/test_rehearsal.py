@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,8 +80,11 @@ class Broken(torch.nn.Linear):
 
 
 def test_a_graph_break_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="Broken does not run as one graph"):
+    with pytest.raises(UnsupportedError, match="Broken does not run as one graph") as refused:
         rehearse_model(lambda: Broken(3, 3), lambda: ((torch.zeros(2, 3),), {}))
+    said = str(refused.value)
+    assert re.search(r"test_rehearsal.py:\d+ in forward: torch._dynamo.graph_break\(\)", said)
+    assert "Developer debug context" not in said and "https://" not in said
 
 
 def test_stacks_of_equal_blocks_are_found() -> None:

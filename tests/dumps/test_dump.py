@@ -26,6 +26,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, st
     """Two dumps of the same training, the folder of torch's trace of it, and its log."""
     first, second, trace = (tmp_path_factory.mktemp(name) for name in ("one", "two", "trace"))
     torchrun(SCRIPT, json.dumps({**OPTIONS, "dump": str(first)}))
+    # An older run had other passes and more graphs, and somebody keeps notes beside them.
+    notes = second / "graph7" / "notes.txt"
+    old = ("graph0/forward/003_old.diff", "graph7/backward/000_traced.txt", "graph7/report.json")
+    for path in (*(second / each for each in old), notes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("old")
     log = torchrun(
         SCRIPT,
         json.dumps(OPTIONS),
@@ -33,6 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, st
         TORCH_TRACE=str(trace),
         TORCH_LOGS="+zerofx",
     )
+    notes.unlink()
     return first, second, trace, log
 
 

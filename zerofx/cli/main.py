@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -71,8 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_block(args.command, error, args.debug), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     if not answer.silent:
-        _print(answer, as_json=args.json)
+        _print_to_whoever_reads(answer, as_json=args.json)
     return 0 if answer.ok else 1
+
+
+def _print_to_whoever_reads(answer: Answer, *, as_json: bool) -> None:
+    """Print; a pipe that was closed (`| head`) has read enough."""
+    try:
+        _print(answer, as_json=as_json)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich leaves with 1, which means something else here
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print(answer: Answer, *, as_json: bool) -> None:

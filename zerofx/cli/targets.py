@@ -13,6 +13,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -95,6 +96,7 @@ def _factory(text: str, name: str, arguments: dict[str, Any]) -> Callable[[], nn
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"target {text!r} cannot be imported: {error}", _FORMS) from error
+    _check_call(text, found, arguments)
 
     def build() -> nn.Module:
         model = found(**arguments)
@@ -103,6 +105,19 @@ def _factory(text: str, name: str, arguments: dict[str, Any]) -> Callable[[], nn
         return model
 
     return build
+
+
+def _check_call(text: str, found: Any, arguments: dict[str, Any]) -> None:
+    if not callable(found):
+        raise ConfigError(f"target {text!r} is a {type(found).__name__}, no factory", _FORMS)
+    try:
+        signature = inspect.signature(found)
+    except ValueError:
+        return  # of some built-in functions nothing is known
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"target {text!r}: {error}", f"it takes {signature}") from error
 
 
 def _find_like_python() -> None:

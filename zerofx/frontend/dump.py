@@ -166,7 +166,7 @@ def dump_for(
     """
     told = list(readers)
     if folder and (not dist.is_initialized() or dist.get_rank() == 0):
-        told.append(_Folder(_made(Path(folder) / f"graph{number}")))
+        told.append(_Folder(_made(Path(folder), number)))
     if is_tracing():
         told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):
@@ -174,15 +174,40 @@ def dump_for(
     return Dump(number, passes, told, setting) if told and passes else None
 
 
-def _made(folder: Path) -> Path:
+def _made(folder: Path, number: int) -> Path:
+    """The folder of one graph. Graphs from there on are an older run's: they go."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("graph*"):
+            if old.name[5:].isdecimal() and int(old.name[5:]) >= number:
+                _clear(old)
+        made = folder / f"graph{number}"
+        made.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"option dump: nothing can be written into {folder.parent}: {error.strerror}",
+            f"option dump: nothing can be written into {folder}: {error.strerror}",
             "name a folder that rank 0 may write to",
         ) from error
-    return folder
+    return made
+
+
+def _clear(graph: Path) -> None:
+    """Remove what a dump wrote, and folders that are empty then."""
+    for region in Region:
+        _clear_region(graph / region.value)
+    (graph / "report.json").unlink(missing_ok=True)
+    if not any(graph.iterdir()):
+        graph.rmdir()
+
+
+def _clear_region(folder: Path) -> None:
+    for pattern in ("[0-9][0-9][0-9]_*.txt", "[0-9][0-9][0-9]_*.diff", *_ONE_EACH):
+        for file in folder.glob(pattern):
+            file.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+_ONE_EACH = ("program.py", "measured.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +218,8 @@ class _Folder:
 
     def passed(self, region: str, stem: str, before: str, text: str) -> None:
         folder = self.root / region
+        if not before:
+            _clear_region(folder)  # a program that begins anew may have other passes
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{stem}.txt").write_text(text)
         if before:
@@ -201,7 +228,6 @@ class _Folder:
     def finished(self, done: Finished) -> None:
         (self.root / done.region / "program.py").write_text(done.python)
         (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
-        (self.root / done.region / "measured.json").unlink(missing_ok=True)  # of an older program
         if done.region != Region.JOINT.value:
             write_page(self.root.parent)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerofx.errors import UnsupportedError
-from zerofx.torch_private import FakeMode, fake_mode, trace_apart
+from zerofx.frontend.breaks import read_break
+from zerofx.torch_private import FakeMode, fake_mode, trace_apart, where_dynamo_stopped
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """A partition function of AOTAutograd."""
@@ -44,11 +45,7 @@ def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     """
     found, error = _call(model, args, kwargs, fullgraph=True)
     if error is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} does not run as one graph: {_reason(error)}",
-            "a plan needs a forward that torch.compile(model, fullgraph=True) takes, and inputs "
-            "that fit it",
-        ) from error
+        raise _refusal(model, error) from error
     if not found:
         raise UnsupportedError(
             f"the forward of {type(model).__name__} computes nothing", "give it parameters to use"
@@ -130,6 +127,24 @@ def _fake_copy(value: Any) -> Any:
     shape, stride = ([_fake_copy(n) for n in sizes] for sizes in (value.shape, value.stride()))
     made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     return made.requires_grad_(value.requires_grad)
+
+
+def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
+    name, (words, frames) = type(model).__name__, where_dynamo_stopped(error)
+    if not frames:
+        return UnsupportedError(f"{name} does not run as one graph: {_reason(error)}", _ONE_GRAPH)
+    found = read_break(words, frames)
+    return UnsupportedError(
+        f"{name} does not run as one graph: {found.reason}",
+        " ".join((*found.remedies, _ONE_GRAPH)),
+        [f"{found.file}:{found.line} in {found.function}: {found.code}"],
+    )
+
+
+_ONE_GRAPH = (
+    "A plan needs a forward that torch.compile(model, fullgraph=True) takes, and inputs that fit "
+    "it (--input, if they are not token ids)."
+)
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from zerofx.ir.facts import Facts, facts, set_facts
 from zerofx.ir.program import Program
@@ -42,7 +42,17 @@ class Editor:
         self.erase(old)
 
     def set_input(self, node: fx.Node, old: fx.Node, new: fx.Node) -> None:
-        """Let `node` read `new` where it read `old`."""
+        """Let `node` read `new` where it read `old`.
+
+        Raises:
+            ValueError: it does not read `old`, or `new` has another shape, dtype or device, so
+                that values computed from it would be others than they say.
+        """
+        if old not in node.all_input_nodes:
+            raise ValueError(f"{node} does not read {old}")
+        was, found = _looks(old), _looks(new)
+        if node.op != "output" and was != found:
+            raise ValueError(f"{node} reads {old}: {was}, which {new}: {found} cannot replace")
         node.replace_input_with(old, new)
 
     def erase(self, node: fx.Node) -> None:
@@ -83,3 +93,11 @@ class Editor:
         with self._fake_mode or contextlib.nullcontext():
             node.meta["val"] = op(*values)
         return node
+
+
+def _looks(node: fx.Node) -> tuple[Any, ...] | None:
+    """Shape, dtype and device of a tensor; `None` if the node is something else."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    return tuple(value.shape), value.dtype, value.device

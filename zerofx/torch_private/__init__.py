@@ -28,6 +28,7 @@ from zerofx.torch_private.compiler import (
     trace_and_compile,
     trace_apart,
     trace_artifact,
+    where_dynamo_stopped,
     why_graph_ended,
 )
 from zerofx.torch_private.distributed import (
@@ -120,6 +121,7 @@ __all__ = [
     "trace_apart",
     "trace_artifact",
     "unwrap_compiled",
+    "where_dynamo_stopped",
     "why_graph_ended",
     "with_local",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from traceback import FrameSummary
@@ -235,6 +236,20 @@ def why_graph_ended(module: fx.GraphModule) -> tuple[str, Sequence[FrameSummary]
     if ended is None or not ended.graph_break:
         return "", ()
     return ended.reason, ended.user_stack
+
+
+def where_dynamo_stopped(error: Exception) -> tuple[str, Sequence[FrameSummary]]:
+    """Dynamo's words in an error of `fullgraph=True`, and the user's frames without torch's.
+
+    Returns:
+        No frames if the error is none of Dynamo's.
+    """
+    frames = getattr(error, "real_stack", None) or ()
+    own = [each for each in frames if not each.filename.startswith(_TORCH)]
+    return str(getattr(error, "msg", error)), own or tuple(frames)
+
+
+_TORCH = os.path.dirname(torch.__file__)
 
 
 def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
