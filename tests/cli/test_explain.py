@@ -47,6 +47,33 @@ def test_a_script_without_torchrun() -> None:
     assert found["changes_tried"] > 5 and found["changes_untried"]
 
 
+_ACCUMULATES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(64, 64)
+step = torch.compile(model, backend="zero3", options={"inner": "eager", "min_shard_numel": 0})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    for _ in range(2):
+        step(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_a_step_has_all_of_its_micro_batches(tmp_path: Path) -> None:
+    script = tmp_path / "accumulates.py"
+    script.write_text(_ACCUMULATES)
+    done = explain("--world-size", "4", "--json", str(script))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert {each["runs"] for each in found["collectives"]} == {2.0}
+    shards = 4 * (64 * 64 + 64) * 3 // 4
+    # In each micro-batch two gathers and a reduction, but for what is kept.
+    assert found["sent_bytes"] in (2 * 2 * shards, 2 * 3 * shards)
+
+
 def test_under_torchrun_one_rank_prints() -> None:
     done = explain(SCRIPT, "3", ranks=True)
     assert done.returncode == 0, done.stderr[-3000:]

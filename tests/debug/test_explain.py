@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.debug.trained import Net
+from tests.debug.trained import Net, Talkative
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.debug.changes import Search
@@ -154,6 +154,24 @@ def test_breaks_name_the_line_and_the_remedy() -> None:
     whole = zerofx.explain(Net(), torch.zeros(4, 64), config=config)
     assert found.outcome.sent_bytes >= whole.outcome.sent_bytes
     assert {each.graph for each in found.collectives} == {0, 1}
+
+
+def test_a_graph_counts_as_often_as_a_step_runs_it() -> None:
+    config = zerofx.ZeroConfig(inner="eager", dump="")
+    x = torch.zeros(4, 64, requires_grad=True)  # the first block is like the others
+    found, deep = (
+        zerofx.explain(Talkative(depth), x, config=config, machine=MACHINE) for depth in (1, 4)
+    )
+    assert found.captured.graphs == deep.captured.graphs
+    assert {each.runs for each in deep.collectives} == {4.0}
+    assert deep.outcome.sent_bytes == 4 * found.outcome.sent_bytes > 0
+    assert deep.outcome.num_collectives == 4 * found.outcome.num_collectives
+    assert deep.outcome.times.exposed == pytest.approx(4 * found.outcome.times.exposed)
+    assert deep.outcome.peak.activations > found.outcome.peak.activations
+    assert sum(each.wire_bytes for each in deep.collectives) == deep.outcome.sent_bytes
+    text = "\n".join(as_text(deep))
+    assert "×4" in text and "missing" in text
+    assert "missing" not in "\n".join(as_text(explained()))
 
 
 def test_a_branch_on_values_ends_the_rehearsal() -> None:

@@ -42,6 +42,20 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
+class Talkative(nn.Module):
+    """A break in its loop: Dynamo compiles equal blocks once, and runs that graph for each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            print("one more")
+        return x.sum()
+
+
 def main() -> None:
     """Train."""
     dist.init_process_group("gloo")

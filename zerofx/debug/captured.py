@@ -16,6 +16,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.breaks import find_break, function_named, read_words, shorten
 from zerofx.torch_private import Compilation
 
+UNCOMPILED = "is not compiled at all"
 _DYNAMIC = "torch._dynamo.mark_dynamic(input, dim) or dynamic=True, or pad inputs to a few lengths"
 
 
@@ -122,7 +123,7 @@ def failed(compilations: Iterable[Compilation]) -> Iterator[Break]:
             file, line = each.failed_at
             place = _place(file or each.filename, line or each.line, each.function)
             reason, remedies = read_words(each.failure)
-            whole = f"{each.function} is not compiled at all: {reason}"
+            whole = f"{each.function} {UNCOMPILED}: {reason}"
             yield Break(place, whole, " ".join(remedies))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zerofx.cli.units import show_bytes, show_seconds
-from zerofx.debug.captured import Break, Captured, Recompile
+from zerofx.debug.captured import UNCOMPILED, Break, Captured, Recompile
 from zerofx.debug.changes import Change, Search
 from zerofx.debug.decisions import Why
 from zerofx.debug.explanation import Explanation
@@ -115,6 +115,11 @@ def _captured(found: Captured) -> Iterator[str]:
     )
     for each in found.breaks[:_MOST_PLACES]:
         yield from _place("break", each)
+    if any(UNCOMPILED in each.reason for each in found.breaks):
+        yield _row(
+            "  missing",
+            "what runs outside of graphs, and gathers parameters one by one, is not predicted",
+        )
     for each in found.recompiles[:_MOST_PLACES]:
         yield from _place("recompile", each)
     more = sum(max(0, len(p) - _MOST_PLACES) for p in (found.breaks, found.recompiles))
@@ -207,14 +212,16 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
         return
     worst = sorted(found, key=lambda each: -each.exposed)
     shown, rest = worst[:_MOST_ROWS], worst[_MOST_ROWS:]
-    width = min(44, max(len(each.name) for each in shown))
+    width = min(44, max(len(each.name) + (5 if each.runs != 1 else 0) for each in shown))
     wires = any(each.scale_bytes or each.across_bytes for each in found)
     more = f" {'scales':>8} {'inside':>8} {'across':>8}" if wires else ""
     yield f"{'collective':<{width}}  {'in':<8} {'sends':>8}{more} {'hidden':>8} {'exposed':>8}" + (
         "  as" if wires else ""
     )
     for each in shown:
-        yield _collective(each.name[:width].ljust(width), each.region, [each], wires)
+        often = "" if each.runs == 1 else f" ×{each.runs:.3g}"
+        name = each.name[: width - len(often)] + often
+        yield _collective(name.ljust(width), each.region, [each], wires)
     if rest:
         yield _collective(f"{len(rest)} others".ljust(width), "", rest, wires)
     yield _collective("all".ljust(width), "", found, wires)

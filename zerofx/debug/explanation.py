@@ -207,7 +207,7 @@ def explanation_of(
         setting,
         captured,
         outcome,
-        tuple(collective_times(programs, setting)),
+        tuple(collective_times(programs, rehearsals, setting)),
         search(outcome, programs, rehearsals, setting, retrace, say) if changes else None,
         measured,
         texts,
@@ -243,11 +243,13 @@ class _Traced:
     Attributes:
         model: with fake parameters.
         graphs: each with what is known of it, and its inputs.
+        runs: how often each ran.
         stopped: why the forward ended early; empty if it did not.
     """
 
     model: nn.Module
     graphs: tuple[tuple[fx.GraphModule, list[Any]], ...]
+    runs: tuple[int, ...]
     stopped: str
 
 
@@ -256,26 +258,26 @@ def _trace(model: nn.Module, args: Any, kwargs: Any) -> _Traced:
     copied = fake_copy(model, mode)
     with mode:
         plain, named = map_tensors(mode.from_tensor, (tuple(args), dict(kwargs)))
-    graphs, stopped = dynamo_graphs(copied, plain, named, mode)
-    return _Traced(copied, tuple(graphs), stopped)
+    graphs, runs, stopped = dynamo_graphs(copied, plain, named, mode)
+    return _Traced(copied, tuple(graphs), tuple(runs), stopped)
 
 
 def _rehearsed(traced: _Traced, config: ZeroConfig) -> list[GraphRecord]:
     """Records of all graphs; those that read parameters have programs."""
     known = {id(param) for param in traced.model.parameters()}
     records: list[GraphRecord] = []
-    for module, values in traced.graphs:
+    for (module, values), runs in zip(traced.graphs, traced.runs, strict=True):
         record = GraphRecord(module)
         records.append(record)
         trains = any(value.requires_grad for value in tensors_in(values))
         if trains and any(id(value) in known for value in values):
-            record.rehearsal = rehearse_graph(
-                module,
-                values,
-                traced.model,
-                inner=config.inner,
-                cast=config.param_dtype,
-                watcher=record,
+            cast, inner, often = config.param_dtype, config.inner, max(1, runs)
+            record.rehearsal = dataclasses.replace(
+                rehearse_graph(
+                    module, values, traced.model, inner=inner, cast=cast, watcher=record
+                ),
+                runs=float(often),
+                nested=often,
             )
     return records
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch import fx
+
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Forecast, Peak
 from zerofx.cost.lines import line_of
@@ -18,7 +20,6 @@ from zerofx.frontend.views import (
     Programs,
     Times,
     gathered_before,
-    sent_bytes,
     timelines,
     times_of,
 )
@@ -48,7 +49,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTime:
-    """One collective of a step; seconds.
+    """One collective of a step, all of its runs together; seconds.
 
     Attributes:
         graph: number of the graph.
@@ -62,6 +63,7 @@ class CollectiveTime:
         seconds: that the link is busy with it.
         exposed: of these, how long nothing is computed.
         begin: when it begins, from the begin of its program.
+        runs: how often a step runs it.
     """
 
     graph: int
@@ -75,6 +77,7 @@ class CollectiveTime:
     seconds: float
     exposed: float
     begin: float
+    runs: float
 
     @property
     def hidden(self) -> float:
@@ -121,8 +124,9 @@ def outcome_of(
 ) -> Outcome:
     """What these programs do."""
     machine, fused = setting.machine, setting.config.inner == "inductor"
-    each_program = (t for both in programs for t in timelines(both, machine, fused=fused))
-    times = times_of(each_program)
+    graphs, times = list(zip(programs, rehearsals, strict=True)), Times(0.0, 0.0)
+    for both, each in graphs:
+        times = times.plus(times_of(timelines(both, machine, fused=fused)), each.runs)
     params = _all_params(rehearsals)
     gathers = [start for forward, _ in programs for start in forward.calls(UNSHARD_START)]
     coded = any(map(keeps_codes, gathers))
@@ -130,9 +134,10 @@ def outcome_of(
     buffers = max((each.buffer_bytes for each in rehearsals), default=0)
     resident = resident_of(laid, FP32_ADAM, buffers, machine.transport)
     update = update_seconds(laid, resident, machine)
+    sending = [(each.runs, start) for both, each in graphs for start in _sending(both)]
     peaks: list[Peak] = []
     earlier = 0  # what the graphs before this one keep for their backward
-    for forward, backward in programs:
+    for (forward, backward), each in graphs:
         held = held_after(forward, machine.transport, fused=fused)
         forecast = Forecast(
             resident,
@@ -140,25 +145,28 @@ def outcome_of(
             line_of(live_bytes(backward, machine.transport, fused=fused, before=held)),
             (sum(held.values[piece] for piece in held.lasting), 0.0),
         )
-        peak = forecast.peak(1)
+        peak, kept = forecast.peak(1), sum(held.values.values())
+        earlier += (each.nested - 1) * kept
         if peak.phase != "optimizer step":
             peak = dataclasses.replace(peak, activations=peak.activations + earlier)
         peaks.append(peak)
-        earlier += sum(held.values.values())
+        earlier += kept
     return Outcome(
         dataclasses.replace(times, update=update),
         max(peaks, key=lambda peak: peak.total),
-        sum(sent for sent, _ in map(sent_bytes, programs)),
-        sum(map(_num_sending, programs)),
+        sum(round(runs * facts(start).wire_bytes) for runs, start in sending),
+        round(sum(runs for runs, _ in sending)),
     )
 
 
-def collective_times(programs: Sequence[Programs], setting: Setting) -> list[CollectiveTime]:
+def collective_times(
+    programs: Sequence[Programs], rehearsals: Sequence[Rehearsal], setting: Setting
+) -> list[CollectiveTime]:
     """All collectives in order, those of backward that send nothing left out."""
     fused = setting.config.inner == "inductor"
     out: list[CollectiveTime] = []
-    for number, both in enumerate(programs):
-        already = gathered_before(both)
+    for number, (both, each) in enumerate(zip(programs, rehearsals, strict=True)):
+        already, runs = gathered_before(both), each.runs
         for program, timeline in zip(
             both, timelines(both, setting.machine, fused=fused), strict=True
         ):
@@ -174,12 +182,13 @@ def collective_times(programs: Sequence[Programs], setting: Setting) -> list[Col
                         names[span.node],
                         record.members,
                         wire_dtype(program, span.node),
-                        record.wire_bytes,
-                        record.scale_bytes,
-                        program.bytes_across_nodes(span.node),
-                        span.end - span.begin,
-                        exposed,
+                        round(runs * record.wire_bytes),
+                        round(runs * record.scale_bytes),
+                        round(runs * program.bytes_across_nodes(span.node)),
+                        runs * (span.end - span.begin),
+                        runs * exposed,
                         span.begin,
+                        runs,
                     )
                 )
     return out
@@ -194,10 +203,11 @@ def kept_bytes(programs: Sequence[Programs]) -> int:
     )
 
 
-def _num_sending(programs: Programs) -> int:
+def _sending(programs: Programs) -> list[fx.Node]:
+    """Starts of the collectives that send something."""
     already = gathered_before(programs)
     starts = [s for each in programs for s in each.calls(UNSHARD_START, REDUCE_START)]
-    return sum(start not in already and facts(start).wire_bytes > 0 for start in starts)
+    return [start for start in starts if start not in already and facts(start).wire_bytes > 0]
 
 
 def _all_params(rehearsals: Sequence[Rehearsal]) -> list[ParamSpec]:

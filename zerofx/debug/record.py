@@ -51,6 +51,8 @@ class GraphRecord(Texts):
         num_ops: operations in Dynamo's graph.
         ends: where it breaks, if it does.
         rehearsal: its programs before their own passes; `None` without a backward.
+        runs: how often its forward ran.
+        nested: most of these runs before a backward of the model.
     """
 
     def __init__(self, module: fx.GraphModule, session: Session | None = None) -> None:
@@ -59,7 +61,16 @@ class GraphRecord(Texts):
         self.num_ops = sum(n.op.startswith("call_") for n in module.graph.nodes)
         self.ends: Break | None = break_of(module)
         self.rehearsal: Rehearsal | None = None
+        self.runs = self.nested = 0
         self._session = session
+        self._row, self._backwards = 0, -1
+
+    def ran(self) -> None:
+        """Count its forward."""
+        backwards = self._session.accumulation.begun if self._session is not None else 0
+        self._row = self._row + 1 if backwards == self._backwards else 1
+        self._backwards = backwards
+        self.runs, self.nested = self.runs + 1, max(self.nested, self._row)
 
     def cut(self, forward: Program, backward: Program) -> None:
         """Keep copies of both halves."""
@@ -102,6 +113,22 @@ class Recorder:
         """Graphs with a backward; of each function the version that was compiled last."""
         found = {each.frame: each for each in self.graphs if each.rehearsal is not None}
         return list(found.values())
+
+    def count(self, steps: int) -> None:
+        """Say of each of these how often a step ran it, all versions together.
+
+        Args:
+            steps: of all optimizers.
+        """
+        for last in self.training:
+            versions = [each for each in self.graphs if each.frame == last.frame]
+            runs = sum(each.runs for each in versions if each.rehearsal is not None)
+            assert last.rehearsal is not None
+            last.rehearsal = dataclasses.replace(
+                last.rehearsal,
+                runs=runs / steps if runs and steps else 1.0,
+                nested=max(1, *(each.nested for each in versions)),
+            )
 
 
 def _copied(program: Program) -> Program:

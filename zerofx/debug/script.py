@@ -45,10 +45,12 @@ class _Clock:
     """Seconds from one optimizer step to the next, where nothing was compiled in between."""
 
     seconds: list[float] = dataclasses.field(default_factory=list[float])
+    steps: int = 0
     _before: float | None = None
 
     def tick(self, *_: Any) -> None:
         """An optimizer stepped."""
+        self.steps += 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.time()
@@ -93,6 +95,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
             f"{script} trained nothing that a zerofx backend compiled",
             'compile the model with torch.compile(model, backend="zero3") and take a step or two',
         )
+    recorder.count(clock.steps)
     seen = compilations(begin)
     return Run(recorder, tuple(seen), _measured(clock.seconds, seen))
 

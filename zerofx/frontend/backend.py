@@ -24,7 +24,7 @@ from zerofx.frontend.roots import (
     find_root,
     refuse_running_wrappers,
 )
-from zerofx.frontend.watch import watcher_of
+from zerofx.frontend.watch import GraphWatcher, watcher_of
 from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
@@ -132,7 +132,17 @@ def _shard_and_compile(
     _check_options(described, config)
     watcher = watcher_of(module, described.session)
     compiled = Capture(config, described, compiler, watcher=watcher).compile(module, inputs)
+    if watcher is not None:
+        compiled = _told(compiled, watcher)
     return _with_same_passes(compiled) if described.session is not None else compiled
+
+
+def _told(compiled: Compiled, watcher: GraphWatcher) -> Compiled:
+    def run(*args: Any) -> Any:
+        watcher.ran()
+        return compiled(*args)
+
+    return run
 
 
 def _with_same_passes(compiled: Compiled) -> Compiled:

@@ -43,7 +43,7 @@ def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     Raises:
         UnsupportedError: Dynamo needs several graphs; it says where and why.
     """
-    found, error = _call(model, args, kwargs, fullgraph=True)
+    found, _, error = _call(model, args, kwargs, fullgraph=True)
     if error is not None:
         raise _refusal(model, error) from error
     if not found:
@@ -55,7 +55,7 @@ def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def dynamo_graphs(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mode: FakeMode
-) -> tuple[list[DynamoGraph], str]:
+) -> tuple[list[DynamoGraph], list[int], str]:
     """All of Dynamo's graphs of a call on fake tensors, each with its inputs.
 
     Args:
@@ -65,35 +65,43 @@ def dynamo_graphs(
         mode: that made them.
 
     Returns:
-        The graphs, and why the call ended before its end: between graphs Python runs, and it may
-        want values; empty if it did not.
+        The graphs, how often each ran, and why the call ended before its end: between graphs
+        Python runs, and it may want values; empty if it did not.
     """
     with mode, warnings.catch_warnings():
         # Dynamo looks at .grad of what one graph hands to the next.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-        found, error = _call(model, args, kwargs, fullgraph=False)
-    return found, "" if error is None else _reason(error)
+        found, runs, error = _call(model, args, kwargs, fullgraph=False)
+    return found, runs, "" if error is None else _reason(error)
 
 
 def _call(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, fullgraph: bool
-) -> tuple[list[DynamoGraph], Exception | None]:
-    """Dynamo's graphs of a call, each with its inputs, and what ended it early."""
+) -> tuple[list[DynamoGraph], list[int], Exception | None]:
+    """Dynamo's graphs of a call, each with its inputs; how often each ran; what ended it early."""
     found: list[DynamoGraph] = []
+    runs: list[int] = []
 
     def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        place = len(found)
         found.append((module, inputs))
-        return module.forward
+        runs.append(0)
+
+        def run(*values: Any) -> Any:
+            runs[place] += 1
+            return module.forward(*values)
+
+        return run
 
     torch.compiler.reset()
     try:
         compiled = torch.compile(model, backend=record, fullgraph=fullgraph, dynamic=False)
         compiled(*args, **kwargs)
     except Exception as error:
-        return found, error
+        return found, runs, error
     finally:
         torch.compiler.reset()
-    return found, None
+    return found, runs, None
 
 
 def cut_apart(

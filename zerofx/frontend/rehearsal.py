@@ -54,6 +54,8 @@ class Rehearsal:
         buffer_bytes: of all buffers of the model.
         device: of the parameters.
         inner: whether it was traced for Inductor or for eager mode.
+        runs: how often a step runs it: micro-batches, equal blocks that are compiled alone.
+        nested: how many of these runs precede their backward.
     """
 
     forward: Program
@@ -62,6 +64,8 @@ class Rehearsal:
     buffer_bytes: int
     device: torch.device
     inner: Inner
+    runs: float = 1.0
+    nested: int = 1
 
     def programs(
         self,

@@ -23,6 +23,9 @@ class GraphWatcher(Reader, Protocol):
     def cut(self, forward: Program, backward: Program) -> None:
         """Both halves before any pass of their own; they change afterwards."""
 
+    def ran(self) -> None:
+        """Its forward is about to run."""
+
 
 Watch = Callable[[fx.GraphModule, Session | None], GraphWatcher]
 """Called with each graph that is compiled, and the sharded model that it belongs to."""

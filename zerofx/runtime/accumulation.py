@@ -24,7 +24,7 @@ class Accumulation:
 
     Attributes:
         held: what a backward that is not the last of its step holds back.
-        begun: whether there ever was a backward.
+        begun: how many backwards there were.
 
     Args:
         held: see there.
@@ -37,7 +37,7 @@ class Accumulation:
         self._no_sync_depth = 0
         self._since_exchange = 0
         self._backward = -1
-        self.begun = False
+        self.begun = 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Accumulation:
             )
         if self._backward != -1:
             self._since_exchange -= 1  # an exception ended the one before
-        self._backward, self.begun = current, True
+        self._backward, self.begun = current, self.begun + 1
         self._restart_if_cleared(states)
         self._since_exchange += 1
         call_after_backward(leave)
