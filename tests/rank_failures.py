@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 OUTPUT_LINES = 40
 
@@ -14,7 +17,8 @@ native_crashes: list[str] = []
 class Failure:
     """What happened on one rank: an exception's class name, "Died", "Crashed" or "Hung".
 
-    "Crashed" is a death in a thread in which no Python runs; `details` has its C++ stack then.
+    "Crashed" is a fatal signal in a thread in which no Python runs; `details` has its C++ stack, or
+    what each thread was doing if the process hung while torch printed stacks.
     """
 
     rank: int
@@ -43,3 +47,22 @@ class RanksFailed(RuntimeError):
 def native_stack(output: str) -> str:
     """The C++ stack of the thread that a fatal signal hit, if torch printed one."""
     return "\n".join(part for part in output.split("\n\n") if "::fatalSignalHandler(" in part)
+
+
+def met_fatal_signal(output: str) -> bool:
+    """Whether torch began to print stacks, which it does for nothing but a fatal signal.
+
+    Printing allocates: a thread that is hit in the middle of an allocation waits for itself then.
+    """
+    return re.search(r"^SIG[A-Z]+\(\d+\), PID: \d+, Thread \d+", output, re.MULTILINE) is not None
+
+
+def native_threads(pid: int) -> str:
+    """Name, state and wait channel of each thread of a process, as Linux shows them."""
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
+        with contextlib.suppress(OSError):
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            name, waits = ((task / file).read_text().strip() for file in ("comm", "wchan"))
+            lines.append(f"thread {task.name}: {name}, state {state}, in {waits}")
+    return "\n".join(lines)

@@ -8,8 +8,8 @@ inside an initialised process group. A rank that raises, dies or hangs makes `ru
 After any failure the pool is thrown away: its process group may hold half a collective.
 
 A crash in a thread that belongs to torch or gloo, in which no Python runs, is not what a test is
-about: two such were seen in some thousand jobs of four ranks. The job then runs once more in a new
-pool, and the end of the test session shows the C++ stack. A second crash fails.
+about: three such were seen in some ten thousand jobs. The job then runs once more in a new pool,
+and the end of the test session shows the C++ stack. A second crash fails.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.rank_failures import Failure, RanksFailed, native_crashes, native_stack
+from tests.rank_failures import Failure, RanksFailed, native_crashes
+from tests.rank_process import Worker
 from tests.rank_worker import serve
 
 GRACE_SECONDS = 5.0
@@ -105,36 +105,6 @@ def _resolve(name: str) -> Any:
     return found
 
 
-@dataclass
-class Worker:
-    """One rank as the parent sees it."""
-
-    rank: int
-    process: Any
-    connection: Connection
-    stacks: Path
-    log: Path
-    log_start: int = field(default=0)
-
-    def output(self) -> str:
-        return self.log.read_bytes()[self.log_start :].decode(errors="replace")
-
-    def dump_stacks(self) -> str:
-        """Has the worker write the stack of each of its threads, even one that is blocked in C."""
-        before = self.stacks.stat().st_size
-        try:
-            os.kill(self.process.pid, signal.SIGUSR1)
-        except ProcessLookupError:
-            return "(the process is gone)"
-        size, give_up = before, time.monotonic() + 2
-        while time.monotonic() < give_up:
-            time.sleep(0.1)
-            if (now := self.stacks.stat().st_size) > before and now == size:
-                break
-            size = now
-        return self.stacks.read_bytes()[before:].decode(errors="replace") or "(no stacks)"
-
-
 class Pool:
     """`world_size` workers joined in one gloo process group over a store that the parent hosts."""
 
@@ -173,7 +143,7 @@ class Pool:
             try:
                 worker.connection.send_bytes(message)
             except OSError:
-                failures[worker.rank] = self._died(worker)
+                failures[worker.rank] = worker.died(GRACE_SECONDS)
         if failures:
             raise RanksFailed(name, failures)
         return self._collect(name, timeout)
@@ -197,9 +167,7 @@ class Pool:
                     reason = f"no answer within {GRACE_SECONDS:g} s of the first failure"
                 failures[worker.rank] = outcome
         for worker in pending.values():
-            failures[worker.rank] = Failure(
-                worker.rank, "Hung", reason, worker.dump_stacks(), worker.output()
-            )
+            failures[worker.rank] = worker.hung(reason)
         if failures:
             raise RanksFailed(name, failures)
         return [results[worker.rank] for worker in self.workers]
@@ -208,19 +176,11 @@ class Pool:
         try:
             fine, value = _loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            return self._died(worker)
+            return worker.died(GRACE_SECONDS)
         if fine:
             return value
         kind, message, details = value
         return Failure(worker.rank, kind, message, details, worker.output())
-
-    def _died(self, worker: Worker) -> Failure:
-        worker.process.join(GRACE_SECONDS)
-        stacks = worker.stacks.read_text(errors="replace")
-        message = f"the process ended with exit code {worker.process.exitcode}"
-        native = "" if "Current thread" in stacks else native_stack(worker.output())
-        kind = "Crashed" if native else "Died"
-        return Failure(worker.rank, kind, message, native or stacks, worker.output())
 
     def close(self) -> None:
         for worker in self.workers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def _crash_in_a_native_thread(times: int, folder: str) -> int:
         strlen = ctypes.cast(libc.strlen, ctypes.c_void_p)
         libc.pthread_create(ctypes.byref(thread), None, strlen, None)
         time.sleep(60)
+    dist.barrier()
+    return calls
+
+
+def _hang_over_a_crash(times: int, folder: str) -> int:
+    """As above; but what torch prints about a fatal signal begins, and does not end."""
+    calls = len(os.listdir(folder)) + 1
+    dist.barrier()
+    if dist.get_rank() == 1:
+        Path(folder, str(calls)).touch()
+        if calls <= times:
+            print(f"SIGSEGV(11), PID: {os.getpid()}, Thread {os.getpid()}: ", file=sys.stderr)
+            time.sleep(60)
     dist.barrier()
     return calls
 
@@ -131,6 +145,18 @@ def test_a_crash_in_a_native_thread_runs_once_more_and_is_shown(
     again.mkdir()
     with pytest.raises(RanksFailed, match="Crashed: the process ended with exit code -11"):
         run_ranks(2, _crash_in_a_native_thread, 2, str(again))
+
+
+def test_a_crash_that_hangs_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashes: list[str] = []
+    monkeypatch.setattr("tests.ranks.native_crashes", crashes)
+    assert run_ranks(2, _hang_over_a_crash, 1, str(tmp_path), timeout=1) == [2, 2]
+    assert len(crashes) == 1 and "of a fatal signal" in crashes[0]
+    assert ": python, state S" in crashes[0] or ": pt_main_thread, state S" in crashes[0]
+    again = tmp_path / "again"
+    again.mkdir()
+    with pytest.raises(RanksFailed, match="Crashed: no answer within"):
+        run_ranks(2, _hang_over_a_crash, 2, str(again), timeout=1)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:
