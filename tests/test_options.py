@@ -31,6 +31,7 @@ WRONG: dict[str, list[Any]] = {
     "device_memory": [-1, 1e9],
     "param_dtype": ["bfloat16", torch.int8, torch.float8_e4m3fn],
     "reduce_dtype": ["float32", torch.int32],
+    "grad_dtype": ["bf16", torch.int8, torch.float16],
     "quantize": [True, "always"],
     "quantize_weights": [("int8",), 8, True],
     "quantize_gradients": [("int8",), ("int8", 4), 8],

@@ -74,6 +74,9 @@ class ZeroConfig:
             the master copy. All parameters follow, buffers do not. By default nothing is cast.
         reduce_dtype: dtype in which gradients travel and are averaged; each mean is then cast to
             its parameter's dtype. By default gradients travel as they are computed.
+        grad_dtype: dtype of `.grad`, from backward to the optimizer's step, which sees gradients in
+            their parameters' dtype. Several backwards of one step add up in it. By default the
+            parameter's dtype.
         quantize: `auto`: codes travel only where they save more time on the link than their kernels
             take, as the cost model finds for each graph; rank 0 decides. The codecs are those of
             `quantize_weights` and `quantize_gradients`, or `int8` for both if neither is given. By
@@ -122,6 +125,7 @@ class ZeroConfig:
     device_memory: int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     quantize: Literal["auto"] | None = None
     quantize_weights: str | None = None
     quantize_gradients: str | tuple[str, str] | None = None

@@ -43,6 +43,11 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
         (_is_float(config.param_dtype), "param_dtype", _FLOATS),
         (_is_float(config.reduce_dtype), "reduce_dtype", _FLOATS),
         (_is_float(config.output_dtype), "output_dtype", _FLOATS),
+        (
+            _is_float(config.grad_dtype) and config.grad_dtype is not torch.float16,
+            "grad_dtype",
+            "None, torch.bfloat16, or a wider dtype: torch.amp.GradScaler takes no fp16 gradients",
+        ),
         (config.quantize in (None, "auto"), "quantize", 'None or "auto"'),
         (
             isinstance(config.secondary_shards, bool) or config.secondary_shards == "codes",

@@ -32,8 +32,8 @@ def _measured(stage: int) -> list[Measurement]:
 def test_memory_and_traffic(stage: int) -> None:
     """4Ψ+12Ψ/W and 16Ψ/W at stages 1 and 3 (ZeRO §5); 2Ψ+16Ψ/W at stage 2.
 
-    The paper counts gradients of 2 bytes at stage 2, hence 14Ψ/W; but torch's Adam refuses
-    gradients of another dtype than its parameters, so shards of them are in fp32.
+    The paper counts gradients of 2 bytes at stage 2, hence 14Ψ/W; that is `grad_dtype`, since
+    torch's Adam refuses gradients of another dtype than its parameters.
     """
     for found in _measured(stage):
         at_rest = expected_at_rest(stage, found.num_ranks, BF16)
@@ -54,7 +54,7 @@ def test_stage_2_on_four_ranks() -> None:
 
 @pytest.mark.parametrize("kind", [{"foreach": False}, {"foreach": True}, {"fused": True}])
 def test_adam_takes_no_gradient_in_16_bits(kind: dict[str, bool]) -> None:
-    """Why stage 2 holds 2Ψ/W more than the paper; if it fails one day, that may end."""
+    """Why a step sees `grad_dtype` cast; if it fails one day, that may end."""
     weight = torch.nn.Parameter(torch.ones(4))
     weight.grad_dtype = torch.bfloat16
     (weight * 2).sum().backward()

@@ -25,6 +25,7 @@ def _save(folder: Path, value: Any) -> None:
 
 
 POLICY = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+HELD = {"param_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
 
 
 def _train(folder: Path, stage: int, options: dict[str, Any]) -> None:
@@ -61,7 +62,8 @@ def _tensors(values: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"), [(3, {}), (1, {}), (0, {}), (3, POLICY), (1, POLICY), (0, POLICY)]
+    ("stage", "options"),
+    [(3, {}), (1, {}), (0, {}), (3, POLICY), (1, POLICY), (0, POLICY), (2, HELD)],
 )
 def test_forward_and_backward_run_on_their_own(
     stage: int, options: dict[str, Any], tmp_path: Path

@@ -10,6 +10,8 @@ from tests.hand_program import Hand
 from tests.ir.test_verify import PARAMS, V, W, refused
 from zerofx.ir import ops
 from zerofx.ir.facts import Role, facts, set_facts
+from zerofx.ir.spec import Region
+from zerofx.ir.verify import verify
 
 aten = torch.ops.aten
 
@@ -54,3 +56,18 @@ def test_gather_that_forgets_the_dtype_of_the_policy() -> None:
     refused(
         hand.program([rebuilt]), "own_dtype", f"full.{W}", "is torch.float64, not torch.bfloat16"
     )
+
+
+def test_reduction_that_forgets_the_dtype_of_gradients() -> None:
+    low = dataclasses.replace(PARAMS[W].layout, grad_dtype=torch.bfloat16)
+    params = {name: dataclasses.replace(spec, layout=low) for name, spec in PARAMS.items()}
+    for returned in (True, False):
+        hand = Hand(params, Region.BACKWARD)
+        shard, grad = hand.shard(W), hand.input("g", *params[W].shape)
+        reduced = hand.reduced(grad, shard)  # without the dtype
+        if returned:
+            message = "is torch.float64, not torch.bfloat16"
+            refused(hand.program([reduced], 0), "own_dtype", f"grad.{W}", message)
+        else:
+            # What computes with a gradient does so in the dtype that was traced.
+            verify(hand.program([hand.call(aten.neg.default, reduced)], 0), ["the_pass"])

@@ -42,6 +42,7 @@ _RESIDENT = specs_of({"w": (3, 3)}, layout_of(2, resident=True))
 _REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
 _LOW = dataclasses.replace(layout_of(2), reduce_dtype=BF16)
 _CAST = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32)
+_HELD = specs_of({"w": (3, 3)}, dataclasses.replace(_LOW, grad_dtype=BF16), cast=torch.float32)
 _CAST_REPLICATED = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32, small=100)
 _HYBRID = specs_of({"w": (3, 3)}, layout_of(2, replicas=2))
 
@@ -269,6 +270,7 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("insert_reduces", "end"): (InsertReduces(place="end"), gradients(_TWO, "w", "v")),
     ("insert_reduces", "replicated"): (InsertReduces(), gradients(_REPLICATED, "w")),
     ("insert_reduces", "reduce_dtype"): (InsertReduces(), gradients(_CAST, "w")),
+    ("insert_reduces", "grad_dtype"): (InsertReduces(), gradients(_HELD, "w")),
     ("insert_reduces", "hybrid"): (InsertReduces(), gradients(_HYBRID, "w")),
     ("insert_frees", "doc"): (InsertFrees(), gathered),
     ("insert_frees", "views"): (InsertFrees(), gathered_views),

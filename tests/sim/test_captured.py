@@ -20,6 +20,7 @@ from zerofx.ir.view import identity_source
 from zerofx.sim.lockstep import run_lockstep, shards_of
 
 WORLD = 4
+F32 = torch.float32
 
 
 @pytest.fixture
@@ -53,21 +54,21 @@ def test_captured_programs_mean_data_parallelism(
 def test_captured_programs_in_mixed_precision(
     stage: int, first_of_four: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters of fp64, computation in fp32, gradients averaged in bf16."""
+    """Parameters of fp64, computation in fp32, gradients averaged in bf16, and held in fp32."""
     plain = make("gpt", torch.float64)
     batches = [batch("gpt", rank, 0) for rank in range(WORLD)]
-    precision = {"param_dtype": torch.float32, "reduce_dtype": torch.bfloat16}
+    precision = {"param_dtype": F32, "reduce_dtype": torch.bfloat16, "grad_dtype": F32}
     results, grads, backward = step_in_lockstep(plain, batches, stage, monkeypatch, **precision)
     losses, expected = reference(make("gpt", torch.float64).float(), batches)
     for rank in range(WORLD):
-        assert results[rank][0].dtype is torch.float32
+        assert results[rank][0].dtype is F32
         torch.testing.assert_close(results[rank][0], losses[rank])
         for param, grad in named_gradients(backward, grads[rank]).items():
             mine = shards_of(expected[param], backward.params[param])[rank]
-            assert grad.dtype is torch.float64
-            assert torch.equal(grad, grad.bfloat16().double())
+            assert grad.dtype is F32
+            assert torch.equal(grad, grad.bfloat16().float())
             scale = expected[param].abs().max().item()
-            torch.testing.assert_close(grad, mine.double(), rtol=0, atol=2e-2 * scale)
+            torch.testing.assert_close(grad, mine, rtol=0, atol=2e-2 * scale)
 
 
 def step_in_lockstep(

@@ -26,7 +26,7 @@ class Resident:
     Attributes:
         states: parameters, gradients after a backward, optimizer state.
         buffers: of the model.
-        step: what the optimizer allocates for a moment.
+        step: what the optimizer allocates for a moment, less what is freed for it.
         keeps_grads: whether the memory of gradients is kept from step to step.
         codes: errors of coded gradients, and codes of frozen parameters.
     """

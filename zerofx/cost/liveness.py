@@ -234,7 +234,7 @@ class Ledger:
         reused = self._transport.recycles
         specs = [spec for spec in self._specs(node) if not _stays(spec)]
         new = [s for s in specs if not (reused and s.layout.sharded)]
-        return [(s, math.prod(s.shard_shape(0)) * s.dtype.itemsize) for s in new]
+        return [(s, math.prod(s.shard_shape(0)) * s.grad_dtype.itemsize) for s in new]
 
     def message_at(self, node: fx.Node) -> int:
         """Bytes of buffers of the collective that starts here."""
@@ -276,5 +276,5 @@ def _stays(spec: ParamSpec) -> bool:
     """Whether a gradient is its own mean, of one rank: no memory is taken, none is freed."""
     layout = spec.layout
     alone = layout.num_shards == layout.num_replicas == 1
-    kinds = {spec.dtype, spec.full_dtype, layout.reduce_dtype or spec.dtype}
+    kinds = {spec.dtype, spec.full_dtype, layout.reduce_dtype or spec.dtype, spec.grad_dtype}
     return alone and len(kinds) == 1

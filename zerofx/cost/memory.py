@@ -100,7 +100,7 @@ def evaluate(expression: Any, num_params: float, num_ranks: int) -> float:
 def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
     """Bytes on the rank that holds most (the first), padding included, after a backward.
 
-    Values, gradients and, without master weights, moments have the dtype of the parameter.
+    Values and, without master weights, moments have the dtype of the parameter.
     Gradients are sharded then at every stage but 0. Frozen parameters have neither gradients
     nor optimizer state. Secondary shards count as values.
     """
@@ -109,7 +109,7 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
         own = spec.shard_shape(0).numel()
         params += _held_bytes(spec) + spec.secondary_bytes
         if spec.trainable:
-            grads += own * spec.dtype.itemsize
+            grads += own * spec.grad_dtype.itemsize
             moments = 2 * spec.dtype.itemsize
             optimizer += own * (precision.optimizer if precision.name == "mixed" else moments)
     return States(params, grads, optimizer)

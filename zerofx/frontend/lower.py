@@ -146,8 +146,8 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
                 [args[place] for place in given], [args[place] for place in shards], codes
             )
         case op if op is REDUCE_WAIT:
-            handle, member = _member(node, 2)
-            return lambda args: domain_of(handle).reduce_wait(args[0], member, args[1])
+            handle, member, dtype = *_member(node, 2), node.meta["val"].dtype
+            return lambda args: domain_of(handle).reduce_wait(args[0], member, args[1], dtype)
         case op if op is SYNC_BUFFERS:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).sync_buffers(args)

@@ -93,7 +93,7 @@ def reduce_grad(grad: Tensor, ranks: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def reduce_wait(pending: Sequence[Tensor], member: int, dtype: torch.dtype) -> Tensor:
-    """This rank's part of one member's mean gradient, in the parameter's dtype."""
+    """This rank's part of one member's mean gradient, in `dtype`."""
     return pending[member].to(dtype)
 
 

@@ -28,8 +28,21 @@ def resident_of(
     fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
     # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
     step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
+    step += sum(_widening(spec, transport) for spec in laid if spec.trainable)
     keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
     return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
+
+
+def _widening(spec: ParamSpec, transport: Transport) -> int:
+    """Bytes that an optimizer step takes for a gradient in its parameter's dtype.
+
+    A resident copy apart from the shard makes room for it.
+    """
+    if spec.grad_dtype is spec.dtype:
+        return 0
+    narrow = 0 if transport.recycles else spec.grad_dtype.itemsize
+    freed = spec.full_bytes if spec.layout.resident and spec.cast is not None else 0
+    return spec.shard_shape(0).numel() * (spec.dtype.itemsize - narrow) - freed
 
 
 def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:

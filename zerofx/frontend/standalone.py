@@ -42,7 +42,7 @@ _NUM_ARGUMENTS: dict[Any, int] = {
     ops.UNSHARD_START: 4,
     ops.UNSHARD_WAIT: 4,
     ops.REDUCE_START: 4,
-    ops.REDUCE_WAIT: 2,
+    ops.REDUCE_WAIT: 3,
     ops.FREE: 2,
     ops.KEEP: 3,
     ops.KEEP_SHARD: 3,

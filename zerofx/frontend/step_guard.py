@@ -1,7 +1,8 @@
 """Hooks around every optimizer step: nothing trains wrongly in silence.
 
 Importing the backend installs them. Before a step, plain parameters whose gradients no rank
-exchanged are an error; after it, resident copies of what it updated are out of date.
+exchanged are an error; after it, resident copies of what it updated are out of date. In between
+gradients have the dtypes of their parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 from zerofx.errors import UnreducedGradientError
 from zerofx.frontend.roots import live_modules
 from zerofx.runtime.finite import refuse_non_finite
+from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.params import params_of
 from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
@@ -78,12 +80,17 @@ def _check(optimizer: Optimizer) -> None:
     applies = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
     if dist.get_world_size() > 1 and applies:
         _refuse_unreduced(params)
+    for session in live_sessions():
+        if session.config.grad_dtype is not None:
+            widen_gradients(session.states, params)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = params_of(optimizer)
     for session in live_sessions():
         session.optimizer_stepped(params)
+        if session.config.grad_dtype is not None:
+            narrow_gradients(session.states)
 
 
 def _refuse_unreduced(params: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ Passes replace them by program nodes, which only a program holds:
 * `keep(full, shard, layout)` instead of `free`: the next backward may use the value;
 * `keep_shard(full, shard, layout)` before either: this rank keeps its secondary shard of the value
   (hpZ), from which gathers inside the node are served until the parameter changes;
-* `reduce_start(grads, shards, layout, codecs)` → `reduce_wait(pending, shard)`;
+* `reduce_start(grads, shards, layout, codecs)` → `reduce_wait(pending, shard, dtype)`;
 * `sync_buffers(buffers, layout)`: rank 0's values, in place.
 
 A start moves a bucket: one or more parameters of one layout, its members. Each member is waited for
@@ -28,7 +28,7 @@ rank also keeps, as its secondary shard, its part of the codes that arrive.
 Mixed precision is part of what these mean. A full value has the dtype that its marker or wait
 states, by default the shard's; shards are cast before they travel. Gradients are cast to the
 layout's `reduce_dtype` (by default they travel as they are), averaged in at least fp32, rounded to
-it, and end in the dtype of the shard.
+it, and end in the dtype that their wait states, by default the shard's.
 
 Eager kernels of the markers are registered by
 `zerofx.runtime.markers`; program nodes are bound by `zerofx.runtime.execute`, or interpreted by
@@ -55,7 +55,7 @@ for _schema in (
     "keep(Tensor full, Tensor shard, int layout) -> ()",
     "keep_shard(Tensor full, Tensor shard, int layout) -> ()",
     "reduce_start(Tensor[] grads, Tensor[] shards, int layout, str[]? codecs=None) -> Tensor",
-    "reduce_wait(Tensor pending, Tensor shard) -> Tensor",
+    "reduce_wait(Tensor pending, Tensor shard, ScalarType? dtype=None) -> Tensor",
     "sync_buffers(Tensor[] buffers, int layout) -> ()",
 ):
     _LIBRARY.define(_schema)
@@ -117,6 +117,11 @@ def gradients(node: fx.Node) -> list[fx.Node]:
 def full_dtype(full: fx.Node) -> torch.dtype | None:
     """The dtype that `unshard` or `unshard_wait` states; `None`: that of the shard."""
     return cast("torch.dtype | None", full.args[3]) if len(full.args) > 3 else None
+
+
+def grad_dtype(wait: fx.Node) -> torch.dtype | None:
+    """The dtype that `reduce_wait` states; `None`: that of the shard."""
+    return cast("torch.dtype | None", wait.args[2]) if len(wait.args) > 2 else None
 
 
 def codecs(start: fx.Node) -> tuple[str, ...]:
@@ -199,8 +204,8 @@ def _(
 
 
 @_fake("zerofx::reduce_wait")
-def _(pending: Tensor, shard: Tensor) -> Tensor:
-    return shard.new_empty(shard.shape)
+def _(pending: Tensor, shard: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return shard.new_empty(shard.shape, dtype=dtype or shard.dtype)
 
 
 @_fake("zerofx::sync_buffers")

@@ -15,7 +15,7 @@ from zerofx.ir.code_rules import codes_as_stated
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.node_rules import inside_the_node
 from zerofx.ir.spec import Region
-from zerofx.ir.view import identity_source
+from zerofx.ir.view import identity_source, only_returned
 
 SMALL_NUMEL = 1024
 """Values computed from parameters alone may be saved for backward up to this many elements."""
@@ -112,12 +112,14 @@ def own_shard(case: Case) -> Iterator[Offence]:
 
 
 def own_dtype(case: Case) -> Iterator[Offence]:
-    """A full value has the dtype that mixed precision states for its parameter."""
-    for full in case.calls(ops.UNSHARD, ops.UNSHARD_WAIT):
-        spec, value = case.program.spec(full), full.meta.get("val")
-        cast = spec.cast if spec is not None else None
-        if cast is not None and isinstance(value, Tensor) and value.dtype is not cast:
-            yield Offence(full, f"is {value.dtype}, not {cast}")
+    """Full values and returned gradients have the dtypes that mixed precision states for them."""
+    for node in case.calls(ops.UNSHARD, ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
+        spec, value = case.program.spec(node), node.meta.get("val")
+        stated = spec.cast if spec is not None else None
+        if spec is not None and ops.is_call(node, ops.REDUCE_WAIT):
+            stated = spec.grad_dtype if only_returned(node) else spec.dtype
+        if stated is not None and isinstance(value, Tensor) and value.dtype is not stated:
+            yield Offence(node, f"is {value.dtype}, not {stated}")
 
 
 def one_gather(case: Case) -> Iterator[Offence]:
@@ -252,7 +254,7 @@ RULES: tuple[Rule, ...] = (
     Rule("waits_in_order", waits_in_order, "wait in the order of the starts"),
     Rule("stated_order", stated_order, "start collectives in the order of the plan"),
     Rule("own_shard", own_shard, "pass the shard of the same parameter"),
-    Rule("own_dtype", own_dtype, "pass the dtype on when a gather is rebuilt"),
+    Rule("own_dtype", own_dtype, "pass the dtype on when a collective is rebuilt"),
     Rule("codes_as_stated", codes_as_stated, "call note_sent after the codec is named"),
     Rule("one_gather", one_gather, _ENABLE),
     Rule("freed_once", freed_once, _ENABLE),

@@ -44,6 +44,7 @@ class Layout:
         shard_axis: name of the mesh axis that splits dim 0.
         replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
+        grad_dtype: in which they wait for the optimizer; by default in their parameter's.
         node_size: neighbours along the shard axis that share a node, equally many on each node; of
             replicated parameters, along the axis of replicas.
         secondary: the ranks of a node keep a second shard each of gathered values (hpZ).
@@ -57,6 +58,7 @@ class Layout:
     shard_axis: str = "shard"
     replica_axis: str = "replicate"
     reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     node_size: int = 1
     secondary: bool = False
     secondary_codes: bool = False
@@ -132,6 +134,11 @@ class ParamSpec:
     def full_dtype(self) -> torch.dtype:
         """The dtype that the model computes with."""
         return self.cast or self.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The dtype in which a rank holds its part of the gradient."""
+        return self.layout.grad_dtype or self.dtype
 
     @property
     def numel(self) -> int:

@@ -255,8 +255,10 @@ def _param_line(spec: ParamSpec) -> str:
     full = f", full in {_dtype(spec.cast)}" if spec.cast else ""
     wire = spec.layout.reduce_dtype
     reduced = f", reduced in {_dtype(wire)}" if wire and spec.trainable else ""
+    rest = spec.layout.grad_dtype
+    held = f", gradient in {_dtype(rest)}" if rest and spec.trainable else ""
     head = f"param {spec.name}: {_dtype(spec.dtype)}[{size}] {spec.layout.name}"
-    return head + frozen + full + reduced + tied
+    return head + frozen + full + reduced + held + tied
 
 
 def _dtype(dtype: torch.dtype) -> str:

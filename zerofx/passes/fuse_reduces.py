@@ -62,7 +62,7 @@ class FuseReduces(Pass):
             for start in bucket.starts:
                 for wait in waits_of(start):
                     record = dataclasses.replace(facts(wait), bucket=bucket.name)
-                    made = edit.call_after(anchor, REDUCE_WAIT, (fused, wait.args[1]), record)
+                    made = edit.call_after(anchor, REDUCE_WAIT, (fused, *wait.args[1:]), record)
                     anchor = edit.move_readers_after(wait, made)
                     edit.replace(wait, made)
                 edit.erase(start)

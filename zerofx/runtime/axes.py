@@ -82,6 +82,7 @@ def layouts_of(
         num_ranks // num_shards,
         config.stage in (1, 2),
         reduce_dtype=config.reduce_dtype,
+        grad_dtype=config.grad_dtype,
         node_size=node_sizes[0],
         secondary=bool(config.secondary_shards),
         secondary_codes=config.secondary_shards == "codes",
@@ -92,6 +93,7 @@ def layouts_of(
         num_ranks,
         False,
         reduce_dtype=config.reduce_dtype,
+        grad_dtype=config.grad_dtype,
         node_size=node_sizes[1],
     )
     return sharded, whole

@@ -146,8 +146,8 @@ class Domain:
         self, state: ParamState | None, shard: Tensor, size: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         """Memory for a padded full value, 1-D: the resident copy, or a slot of the pool."""
-        if state is not None and state.buffer is not None and self.layout.resident:
-            return state.buffer
+        if state is not None and self.layout.resident:
+            return state.resident_copy()
         numel = self.layout.num_shards * -(-size[0] // self.layout.num_shards) * row_numel(size)
         return self.session.pool.take(numel, dtype, shard.device)
 
@@ -281,9 +281,11 @@ class Domain:
         session.advance_if_short(pending)
         return pending
 
-    def reduce_wait(self, pending: Pending, member: int, shard: Tensor) -> Tensor:
-        """This rank's part of a member's mean gradient, with shape and dtype of `shard`."""
-        return self.session.wait(pending)[member].view(shard.shape).to(shard.dtype)
+    def reduce_wait(
+        self, pending: Pending, member: int, shard: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """This rank's part of a member's mean gradient: as `shard`, but for `dtype` if given."""
+        return self.session.wait(pending)[member].view(shard.shape).to(dtype or shard.dtype)
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Rank 0's values, in place, where a program changed them since the last time."""

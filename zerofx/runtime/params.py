@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.chunks import allocate, padded_chunk
+from zerofx.runtime.gradients import hold_gradients_in
 from zerofx.runtime.parameter import OWNER, Owner, local_tensor, make_writable
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class ParamState:
         param: the `nn.Parameter` that holds the `DTensor`.
         buffer: 1-D; the padded chunk, or the padded full value for a resident layout. The local
             shard is a view into it, unless the full value has another dtype: then it is the master
-            copy, apart from the resident one. `None` for replicated parameters.
+            copy, apart from the resident one, which may be gone until the next gather. `None` for
+            replicated parameters too.
         dirty: the shard changed since the resident copy was gathered.
         pending_grad: full local gradient summed while gradients are not synchronised.
     """
@@ -48,6 +50,8 @@ class ParamState:
         self.domain = domain
         self.param = param
         make_writable(param)
+        if spec.layout.grad_dtype is not None:
+            hold_gradients_in(param, spec.grad_dtype)
         self.buffer = buffer
         self.dirty = False
         self.pending_grad: Tensor | None = None
@@ -93,6 +97,18 @@ class ParamState:
         if not inside:
             own[: shard.numel()].copy_(shard.reshape(-1))
         return own
+
+    def resident_copy(self) -> Tensor:
+        """Memory of the padded full value, 1-D."""
+        if self.buffer is None:
+            dtype = self.spec.full_dtype
+            self.buffer = self.shard.new_empty(self.spec.padded_numel, dtype=dtype)
+        return self.buffer
+
+    def drop_resident_copy(self) -> None:
+        """Free the memory of a resident copy that lies apart from the shard, until it is read."""
+        if self.spec.layout.resident and self.spec.cast is not None:
+            self.buffer, self.dirty = None, True
 
     def rehouse(self) -> None:
         """Follow the parameter to another dtype or device (`.to()`)."""

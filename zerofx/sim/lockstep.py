@@ -169,15 +169,15 @@ class _Ranks:
     def _reduce_grad(self, node: fx.Node) -> list[Tensor]:
         spec = self._spec(node, facts(node).param)
         grads, shards = self._read(node, node.args[0]), self._read(node, node.args[1])
-        return self._mean(node, spec, grads, shards)
+        return [mean.to(shards[0].dtype) for mean in self._mean(node, spec, grads)]
 
     def _reduce_start(self, node: fx.Node) -> list[Any]:
         values: dict[fx.Node, list[Tensor]] = {}
         sources: list[Tensor] = []
         moved = zip(ops.gradients(node), ops.members(node), facts(node).members, strict=True)
         for grad, shard, name in moved:
-            grads, shards = self._read(node, grad), self._read(node, shard)
-            values[shard] = self._mean(node, self._spec(node, name), grads, shards)
+            grads = self._read(node, grad)
+            values[shard] = self._mean(node, self._spec(node, name), grads)
             sources += grads
         if ops.codecs(node):
             grads = [self._read(node, grad) for grad in ops.gradients(node)]
@@ -209,6 +209,9 @@ class _Ranks:
         spec = self._spec(node, facts(node).param)
         if ops.is_call(node, ops.UNSHARD_WAIT) and spec.layout.temporary:
             self.gathered.update(memory_address(value) for value in values)
+        if ops.is_call(node, ops.REDUCE_WAIT):
+            dtype = ops.grad_dtype(node) or self.values[shard][0].dtype
+            return [value.to(dtype) for value in values]
         return values
 
     def _free(self, node: fx.Node) -> list[None]:
@@ -255,16 +258,14 @@ class _Ranks:
         fulls = [torch.cat(shards[start : start + num]) for start in starts]
         return [fulls[rank // num].clone() for rank in range(self.world)]
 
-    def _mean(
-        self, node: fx.Node, spec: ParamSpec, grads: list[Tensor], shards: list[Tensor]
-    ) -> list[Tensor]:
+    def _mean(self, node: fx.Node, spec: ParamSpec, grads: list[Tensor]) -> list[Tensor]:
         for grad in grads:
             if grad.shape != spec.shape:
                 raise self._error(node, f"reduces a gradient of shape {tuple(grad.shape)}", "")
         wire = spec.layout.reduce_dtype or grads[0].dtype
         wide = torch.promote_types(wire, torch.float32)
         total = torch.stack([grad.to(wire).to(wide) for grad in grads]).sum(0)
-        return shards_of((total / self.world).to(wire).to(shards[0].dtype), spec)
+        return shards_of((total / self.world).to(wire), spec)
 
     def _spec(self, node: fx.Node, param: str) -> ParamSpec:
         spec = self.program.params.get(param)

@@ -1,0 +1,65 @@
+"""Gradients that wait for the optimizer in another dtype than their parameters (`grad_dtype`).
+
+torch's Adam takes no other dtype than its parameters', so an optimizer step sees them cast. What
+stages 1 and 2 hold apart from the shards is out of date after a step anyhow: its memory is free
+for the casts, and the most that a step holds is what backward held.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerofx.runtime.parameter import local_tensor
+
+if TYPE_CHECKING:
+    from zerofx.runtime.params import ParamState
+
+
+def hold_gradients_in(param: Tensor, dtype: torch.dtype) -> None:
+    """Let backward leave `param.grad` in `dtype`, whichever dtype it arrives in."""
+    param.grad_dtype = None  # any
+    trains = param.requires_grad
+    param.requires_grad_(True)  # a frozen one takes no hook, and may train later
+    param.register_post_accumulate_grad_hook(functools.partial(_cast, dtype=dtype))
+    param.requires_grad_(trains)
+
+
+def widen_gradients(states: Iterable[ParamState], params: Iterable[Tensor]) -> None:
+    """Before an optimizer step: cast gradients of `params` to the dtypes of their parameters."""
+    about = set(map(id, params))
+    stepped = [each for each in states if id(each.param) in about and each.param.grad is not None]
+    for state in stepped:
+        state.drop_resident_copy()
+    for state in stepped:
+        _cast(state.param, state.spec.dtype)
+
+
+def narrow_gradients(states: Iterable[ParamState]) -> None:
+    """After the step: cast them back."""
+    for state in states:
+        _cast(state.param, state.spec.grad_dtype)
+
+
+@torch.no_grad()
+def _cast(param: Tensor, dtype: torch.dtype) -> None:
+    grad = param.grad
+    if not isinstance(grad, DTensor):
+        return
+    local, meta = local_tensor(grad), grad._spec.tensor_meta
+    # AOTAutograd wraps what a program returns as if it had the dtype that was traced.
+    if local.dtype is dtype and meta is not None and meta.dtype is dtype:
+        return
+    param.grad = DTensor.from_local(
+        local.to(dtype),
+        grad.device_mesh,
+        grad.placements,
+        run_check=False,
+        shape=grad.shape,
+        stride=grad.stride(),
+    )
