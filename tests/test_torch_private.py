@@ -99,8 +99,9 @@ def _resolve(path: str) -> Any:
     found: Any = torch
     for number, part in enumerate(parts := path.split(".")[1:]):
         if not hasattr(found, part) and isinstance(found, ModuleType):
-            importlib.import_module(".".join(["torch", *parts[: number + 1]]))
-        found = getattr(found, part)
+            found = importlib.import_module(".".join(["torch", *parts[: number + 1]]))
+        else:
+            found = getattr(found, part)
     return found
 
 

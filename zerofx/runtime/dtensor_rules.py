@@ -1,5 +1,7 @@
 """What DTensor lacks: sharding rules, a version counter, numbers that are the whole tensor's.
 
+And what torch does for `DTensor` alone, for our kinds of it.
+
 Importing this module registers all of it.
 """
 
@@ -13,11 +15,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from zerofx.runtime.handles import sessions_on
-from zerofx.runtime.parameter import local_tensor
-from zerofx.torch_private import count_foreach_zero, read_scalars_whole
+from zerofx.runtime.parameter import KINDS, local_tensor
+from zerofx.torch_private import (
+    copy_foreach,
+    count_foreach_zero,
+    foreach_by_default,
+    read_scalars_whole,
+)
 
 # `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
 count_foreach_zero()
+# Rprop with `foreach`, which is its default on GPUs, and averages of weights.
+copy_foreach()
+foreach_by_default(*KINDS)
 
 
 def _global_value(number: DTensor) -> Tensor:

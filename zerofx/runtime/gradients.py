@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerofx.runtime.parameter import local_tensor
+from zerofx.torch_private import stated_dtype
 
 if TYPE_CHECKING:
     from zerofx.runtime.params import ParamState
@@ -51,12 +52,10 @@ def _cast(param: Tensor, dtype: torch.dtype) -> None:
     grad = param.grad
     if not isinstance(grad, DTensor):
         return
-    local, meta = local_tensor(grad), grad._spec.tensor_meta
-    # AOTAutograd wraps what a program returns as if it had the dtype that was traced.
-    if local.dtype is dtype and meta is not None and meta.dtype is dtype:
+    if grad.dtype is stated_dtype(grad) is dtype:
         return
     param.grad = DTensor.from_local(
-        local.to(dtype),
+        local_tensor(grad).to(dtype),
         grad.device_mesh,
         grad.placements,
         run_check=False,

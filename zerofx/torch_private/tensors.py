@@ -16,7 +16,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils import _pytree
+from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -61,7 +63,38 @@ _FOREACH_ZERO = torch.ops.aten._foreach_zero_.default
 def _zero_and_count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     values: list[Tensor] = args[0]
     torch._foreach_zero_([v._local_tensor if isinstance(v, DTensor) else v for v in values])
-    torch.autograd.graph.increment_version([v for v in values if not v.is_inference()])
+    _count(values)
+
+
+def _count(written: list[Tensor]) -> None:
+    """Raise version counters, which handlers of the dispatcher leave as they are."""
+    torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
+
+
+def copy_foreach() -> None:
+    """Let `torch._foreach_copy_` work on `DTensor`s, for which torch 2.11 to 2.13 have no rule."""
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._foreach_copy_.default] = _copy_each
+
+
+def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for into, value in zip(*args[:2], strict=True):
+        into.copy_(value)
+    _count(args[0])
+
+
+def foreach_by_default(*kinds: type[DTensor]) -> None:
+    """Let optimizers and clipping take `foreach` on GPUs, as they do for `DTensor` itself."""
+    for supported in (_OF_OPTIMIZERS, _OF_CLIPPING):
+        supported.extend(kinds)
+
+
+def stated_dtype(value: DTensor) -> torch.dtype:
+    """The dtype that what is computed from `value` will claim.
+
+    AOTAutograd wraps what a program returns as if it had the dtype that was traced.
+    """
+    meta = value._spec.tensor_meta
+    return value.dtype if meta is None else meta.dtype
 
 
 def read_scalars_whole(gather: Callable[[DTensor], Tensor]) -> None:

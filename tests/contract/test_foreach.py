@@ -1,0 +1,98 @@
+"""What torch's optimizers do on GPUs, as far as CPUs can show it: `foreach`, `capturable`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.contract.loops import close, compiled, data, full, net, same, train, twin
+from tests.ranks import run_ranks
+
+OPTIMIZERS = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+def _as_on_a_gpu(name: str, supported: str) -> Any:
+    module = sys.modules[getattr(torch.optim, name).__mro__[0].__module__]
+    if name == "AdamW":
+        module = sys.modules["torch.optim.adam"]
+    return patch.object(module, supported, lambda *_, **__: ["cpu"])
+
+
+def _captured(stage: int, foreach: bool) -> None:
+    for name in OPTIMIZERS:
+        build = getattr(torch.optim, name)
+        with _as_on_a_gpu(name, "_get_capturable_supported_devices"):
+            model, ddp = net(), twin(net())
+            early = build(model.parameters(), lr=0.01, foreach=foreach, capturable=True)
+            got = train(compiled(model, stage), early, 3)
+            want = train(ddp, build(ddp.parameters(), lr=0.01, foreach=False), 3)
+            close(torch.tensor(got), torch.tensor(want), f"losses with {name}", rtol=1e-5)
+            same(model, ddp, rtol=1e-4)
+            for param in model.parameters():
+                assert isinstance(early.state[param]["step"], torch.Tensor)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_capturable(stage: int, foreach: bool) -> None:
+    """The arithmetic that a CUDA graph of a step would hold: its counters are tensors."""
+    run_ranks(2, _captured, stage, foreach)
+
+
+def _by_default(stage: int) -> list[str]:
+    called: list[str] = []
+    model = net()
+    run = compiled(model, stage)
+    loss = run(*data(0))
+    loss.backward()
+    adam, clip = sys.modules["torch.optim.adam"], torch.nn.utils
+    with contextlib.ExitStack() as stack:
+        for where in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            name = f"{where}._get_foreach_kernels_supported_devices"
+            stack.enter_context(patch(name, lambda: ["cpu"]))
+        for owner, name in (
+            (torch, "_foreach_norm"),
+            (adam, "_single_tensor_adam"),
+            (adam, "_multi_tensor_adam"),
+        ):
+            counted = _counted(getattr(owner, name), name, called)
+            stack.enter_context(patch.object(owner, name, counted))
+        clip.clip_grad_norm_(model.parameters(), 0.1)
+        torch.optim.AdamW(model.parameters()).step()
+    return called
+
+
+def _counted(function: Any, name: str, called: list[str]) -> Any:
+    def count(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return function(*args, **kwargs)
+
+    return count
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_foreach_is_the_default_on_gpus(stage: int) -> None:
+    """As for a plain `DTensor`: one by one, a step would launch kernels for each parameter."""
+    assert run_ranks(2, _by_default, stage) == [["_foreach_norm", "_multi_tensor_adam"]] * 2
+
+
+def _copied(stage: int) -> None:
+    model, other = net(), net(seed=1)
+    for each in (model, other):
+        compiled(each, stage)(*data(0))
+    with torch.no_grad():
+        torch._foreach_copy_(list(model.parameters()), list(other.parameters()))
+    wanted = compiled(other, stage)(*data(1))
+    assert torch.equal(compiled(model, stage)(*data(1)), wanted), "the next forward sees it"
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(full(mine), full(theirs))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_foreach_copies(stage: int) -> None:
+    run_ranks(2, _copied, stage)
