@@ -165,6 +165,28 @@ def test_micro_batches(stage: int) -> None:
     run_ranks(2, _micro_batches, stage)
 
 
+def _wide(stage: int) -> None:
+    """A model in bf16 whose micro-batches add up in fp32."""
+    torch.manual_seed(0)
+    model = Net().to(BF16)
+    zerofx.shard(model, zerofx.ZeroConfig(stage=stage, inner="eager", grad_dtype=FP32))  # pyright: ignore
+    run = torch.compile(model, backend=f"zero{stage}")
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(BF16)
+        run(x).float().square().mean().backward()
+        rounded = [torch.equal(grad, grad.to(BF16).float()) for grad in _grads(model)]
+        assert all(rounded) is (step == 0), "each is in bf16, their sum is not"
+    assert {grad.dtype for grad in _grads(model)} == {FP32}
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    assert {param.dtype for param in model.parameters()} == {BF16}
+    assert {each["exp_avg"].dtype for each in optimizer.state.values()} == {BF16}
+
+
+def test_a_wider_dtype_than_the_parameters() -> None:
+    run_ranks(2, _wide, 2)
+
+
 def _copies(stage: int) -> None:
     model, run = _net(stage, grad_dtype=BF16, param_dtype=BF16)
     _loss(run, 0).backward()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -33,9 +34,9 @@ _REDUCED = "_zerofx_reduced_by_wrapper"
 
 
 def install() -> None:
-    """Register the hooks; call once."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    """Register the hooks; call once. Dynamo, if it compiles a step, leaves them as they are."""
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 def _before_step(

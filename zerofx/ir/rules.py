@@ -117,7 +117,7 @@ def own_dtype(case: Case) -> Iterator[Offence]:
         spec, value = case.program.spec(node), node.meta.get("val")
         stated = spec.cast if spec is not None else None
         if spec is not None and ops.is_call(node, ops.REDUCE_WAIT):
-            stated = spec.grad_dtype if only_returned(node) else spec.dtype
+            stated = spec.layout.grad_dtype if only_returned(node) else None
         if stated is not None and isinstance(value, Tensor) and value.dtype is not stated:
             yield Offence(node, f"is {value.dtype}, not {stated}")
 

@@ -75,9 +75,9 @@ class InsertReduces(Pass):
 
 def _dtype(spec: ParamSpec | None, marker: fx.Node) -> torch.dtype | None:
     """The dtype of the gradient at rest, if it is another one and nothing computes with it."""
-    if spec is None or spec.grad_dtype is spec.dtype or not only_returned(marker):
-        return None
-    return spec.grad_dtype
+    dtype = spec.layout.grad_dtype if spec is not None else None
+    other = dtype is not marker.meta["val"].dtype
+    return dtype if other and only_returned(marker) else None
 
 
 def _return(edit: Editor, marker: fx.Node, reduced: fx.Node) -> None:

@@ -2,7 +2,7 @@
 
 torch's Adam takes no other dtype than its parameters', so an optimizer step sees them cast. What
 stages 1 and 2 hold apart from the shards is out of date after a step anyhow: its memory is free
-for the casts, and the most that a step holds is what backward held.
+for the casts, so that a step holds no more than backward did.
 """
 
 from __future__ import annotations

@@ -113,6 +113,11 @@ class Sharded(DTensor):
         value = full.detach().to(self.device)
         return DTensor.from_local(value, self.device_mesh, _replicated(self), run_check=False)
 
+    def _stable_hash_for_caching(self) -> str:
+        # By torch's a rank would take code that another one compiled for its own number of rows.
+        whole: str = super()._stable_hash_for_caching()
+        return f"{whole} {tuple(local_tensor(self).shape)}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         made = plain(self, super().detach())
         made.grad = self.grad

@@ -18,6 +18,7 @@ from zerofx.runtime.handles import live_sessions, sessions_on
 from zerofx.runtime.params import ParamState, adopt_param
 from zerofx.runtime.session import Session
 from zerofx.sharding.classes import bind, bound_states, is_bound, unbind
+from zerofx.torch_private import holds_a_graph
 
 
 def install() -> None:
@@ -41,6 +42,8 @@ def _drop(candidates: list[ParamState], session: Session) -> None:
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if holds_a_graph(module):  # of an optimizer's step, say, which reads what lies at rest
+        return
     session, gone = None, list[ParamState]()
     if is_bound(module):
         # Old-style `weight_norm` deletes from the dict itself.

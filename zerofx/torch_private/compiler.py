@@ -11,12 +11,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.output_graph import FakeRootModule
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, detect_fake_mode
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
@@ -209,6 +210,11 @@ def compile_for_sizes(
 def inductor_options_of_mode(mode: str | None) -> dict[str, Any]:
     """Inductor configuration behind `torch.compile(mode=…)`."""
     return dict(list_mode_options(mode))
+
+
+def holds_a_graph(module: nn.Module) -> bool:
+    """Whether `module` is what Dynamo and FX hang the tensors of a graph on."""
+    return isinstance(module, (FakeRootModule, fx.GraphModule))
 
 
 def is_tracing() -> bool:
