@@ -35,8 +35,9 @@ _REDUCED = "_zerofx_reduced_by_wrapper"
 
 def install() -> None:
     """Register the hooks; call once. Dynamo, if it compiles a step, leaves them as they are."""
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
-    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
+    untraced: Any = torch.compiler.disable
+    register_optimizer_step_pre_hook(untraced(_before_step))
+    register_optimizer_step_post_hook(untraced(_after_step))
 
 
 def _before_step(
