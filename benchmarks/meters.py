@@ -7,10 +7,9 @@ has sent.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
-import itertools
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -115,18 +114,10 @@ _VOLUMES: dict[str, Callable[..., float]] = {
 def peak_bytes(train: Callable[[Callable[[], None]], None]) -> tuple[int, int]:
     """Most bytes that the CPU allocator had given out at once, and those given out at the start.
 
-    Runs `train(mark)`; looks at what happens after `mark()` is called.
+    Looks at what happens after `train(mark)` first calls `mark()`. All of it runs under the
+    profiler, so that memory which only C++ holds (buckets, saved values) counts as well.
     """
-    peaks, starts = zip(*memory_peaks(train), strict=True)
-    return max(peaks), starts[0]
-
-
-def memory_peaks(train: Callable[[Callable[[], None]], None]) -> list[tuple[int, int]]:
-    """Of each call of `mark()`: most bytes given out until the next, and those given out there.
-
-    `train(mark)` runs under the profiler from its first allocation, so that memory which only C++
-    holds (buckets, saved values) counts as well.
-    """
+    _count_in_all_threads()
     with tempfile.TemporaryDirectory() as folder:
         trace = os.path.join(folder, "trace.json")
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -135,18 +126,23 @@ def memory_peaks(train: Callable[[Callable[[], None]], None]) -> list[tuple[int,
         profiled.export_chrome_trace(trace)
         with open(trace) as file:
             events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    marks = sorted(event["ts"] for event in events if event["name"] == _MARK)
+    begin = min(event["ts"] for event in events if event["name"] == _MARK)
     memory = sorted(
         (event["ts"], event["args"]["Total Allocated"])
         for event in events
         if event["name"] == "[memory]"
     )
-    found: list[tuple[int, int]] = []
-    for begin, end in itertools.pairwise([*marks, math.inf]):
-        start = [total for when, total in memory if when < begin][-1]
-        peak = max([start, *(total for when, total in memory if begin <= when < end)])
-        found.append((peak, start))
-    return found
+    start = [total for when, total in memory if when < begin][-1]
+    return max([start, *(total for when, total in memory if when >= begin)]), start
+
+
+def _count_in_all_threads() -> None:
+    """From here on, the allocator counts what threads without a profiler give back.
+
+    It would never hear of a value that a thread of gloo's lets go of last.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def _mark() -> None:

@@ -17,8 +17,9 @@ native_crashes: list[str] = []
 class Failure:
     """What happened on one rank: an exception's class name, "Died", "Crashed" or "Hung".
 
-    "Crashed" is a fatal signal in a thread in which no Python runs; `details` has its C++ stack, or
-    what each thread was doing if the process hung while torch printed stacks.
+    "Crashed" is a fatal signal in a thread in which no Python runs, or a heap that malloc found
+    corrupt; `details` has the C++ stack, or what each thread was doing if the process hung while
+    torch printed stacks.
     """
 
     rank: int
@@ -55,6 +56,14 @@ def met_fatal_signal(output: str) -> bool:
     Printing allocates: a thread that is hit in the middle of an allocation waits for itself then.
     """
     return re.search(r"^SIG[A-Z]+\(\d+\), PID: \d+, Thread \d+", output, re.MULTILINE) is not None
+
+
+def found_corrupt_heap(output: str) -> bool:
+    """Whether malloc gave up: who did it wrote long before, and in any thread."""
+    checks = (
+        r"^((malloc|malloc_consolidate|free|realloc|munmap_chunk)\(\): |corrupted |double free)"
+    )
+    return re.search(checks, output, re.MULTILINE) is not None
 
 
 def native_threads(pid: int) -> str:

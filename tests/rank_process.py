@@ -10,7 +10,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.rank_failures import Failure, met_fatal_signal, native_stack, native_threads
+from tests.rank_failures import (
+    Failure,
+    found_corrupt_heap,
+    met_fatal_signal,
+    native_stack,
+    native_threads,
+)
 
 
 @dataclass
@@ -45,11 +51,12 @@ class Worker:
     def died(self, grace: float) -> Failure:
         """How the process ended, for which it gets `grace` seconds."""
         self.process.join(grace)
-        stacks = self.stacks.read_text(errors="replace")
+        stacks, output = self.stacks.read_text(errors="replace"), self.output()
         message = f"the process ended with exit code {self.process.exitcode}"
-        native = "" if "Current thread" in stacks else native_stack(self.output())
-        kind = "Crashed" if native else "Died"
-        return Failure(self.rank, kind, message, native or stacks, self.output())
+        in_python = "Current thread" in stacks
+        crashed = found_corrupt_heap(output) or (met_fatal_signal(output) and not in_python)
+        details = stacks if in_python else native_stack(output) or stacks
+        return Failure(self.rank, "Crashed" if crashed else "Died", message, details, output)
 
     def hung(self, reason: str) -> Failure:
         """What it is doing instead of answering; it may have crashed, and hang over its own end."""

@@ -7,9 +7,10 @@ inside an initialised process group. A rank that raises, dies or hangs makes `ru
 `RanksFailed`, which carries each rank's traceback or stacks and the tail of what it printed.
 After any failure the pool is thrown away: its process group may hold half a collective.
 
-A crash in a thread that belongs to torch or gloo, in which no Python runs, is not what a test is
-about: three such were seen in some ten thousand jobs. The job then runs once more in a new pool,
-and the end of the test session shows the C++ stack. A second crash fails.
+A crash in a thread that belongs to torch or gloo, in which no Python runs, or a heap that malloc
+finds corrupt, is not what a test is about: four such were seen in some forty thousand jobs. The job
+then runs once more in a new pool, and the end of the test session shows the C++ stack. A second
+crash fails.
 """
 
 from __future__ import annotations

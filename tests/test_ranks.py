@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,19 @@ def _crash_in_a_native_thread(times: int, folder: str) -> int:
         strlen = ctypes.cast(libc.strlen, ctypes.c_void_p)
         libc.pthread_create(ctypes.byref(thread), None, strlen, None)
         time.sleep(60)
+    dist.barrier()
+    return calls
+
+
+def _corrupt_the_heap(times: int, folder: str) -> int:
+    """On rank 1: frees what malloc never gave out, which malloc notices there and then."""
+    calls = len(os.listdir(folder)) + 1
+    dist.barrier()
+    if dist.get_rank() == 1:
+        Path(folder, str(calls)).touch()
+        if calls <= times:
+            block = ctypes.create_string_buffer(64)
+            ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(block) + 8))
     dist.barrier()
     return calls
 
@@ -147,16 +162,34 @@ def test_a_crash_in_a_native_thread_runs_once_more_and_is_shown(
         run_ranks(2, _crash_in_a_native_thread, 2, str(again))
 
 
-def test_a_crash_that_hangs_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("job", "timeout", "shown", "again"),
+    [
+        (
+            _hang_over_a_crash,
+            3,
+            r"of a fatal signal.*: (python|pt_main_thread), state S",
+            "no answer",
+        ),
+        (_corrupt_the_heap, 30, r"free\(\): invalid pointer", "the process ended"),
+    ],
+)
+def test_a_crash_that_hangs_or_hits_python_is_a_crash(
+    job: Callable[..., int],
+    timeout: int,
+    shown: str,
+    again: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     crashes: list[str] = []
     monkeypatch.setattr("tests.ranks.native_crashes", crashes)
-    assert run_ranks(2, _hang_over_a_crash, 1, str(tmp_path), timeout=1) == [2, 2]
-    assert len(crashes) == 1 and "of a fatal signal" in crashes[0]
-    assert ": python, state S" in crashes[0] or ": pt_main_thread, state S" in crashes[0]
-    again = tmp_path / "again"
-    again.mkdir()
-    with pytest.raises(RanksFailed, match="Crashed: no answer within"):
-        run_ranks(2, _hang_over_a_crash, 2, str(again), timeout=1)
+    assert run_ranks(2, job, 1, str(tmp_path), timeout=timeout) == [2, 2]
+    assert len(crashes) == 1 and re.search(shown, crashes[0], re.DOTALL)
+    folder = tmp_path / "again"
+    folder.mkdir()
+    with pytest.raises(RanksFailed, match=f"Crashed: {again}"):
+        run_ranks(2, job, 2, str(folder), timeout=timeout)
 
 
 def test_a_result_that_cannot_be_sent_is_an_error() -> None:

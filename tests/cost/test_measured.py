@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpt import Gpt
-from benchmarks.meters import memory_peaks, peak_bytes
+from benchmarks.meters import peak_bytes
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.cost.memory import FP32_ADAM
-from zerofx.frontend.planner import Machine, Planner
+from zerofx.frontend.planner import Machine, Plan, Planner
 
 BATCH, LENGTH = 8, 96
 MACHINE = Machine("cpu", Roofline(), Link(1e9, 1e-4))
@@ -27,36 +27,33 @@ def tokens(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tenso
     return (torch.zeros(batch, length, dtype=torch.int64),), {}
 
 
-def predicted(stage: int, ranks: int, inner: Any) -> int:
+@functools.cache
+def _plan(ranks: int, inner: Any) -> Plan:
     config = ZeroConfig(inner=inner, dump="")
     planner = Planner(Gpt, tokens, config, MACHINE, FP32_ADAM, ranks, BATCH, LENGTH, whole=True)
-    return planner.plan((stage,)).stages[stage].forecast.peak(BATCH).total
+    return planner.plan((1, 2, 3))
 
 
 def _measured(stage: int, inner: str) -> int:
-    """Peak of a typical steady step, less what was there before the model was built.
-
-    In some steps gloo's threads let go of what they sent after the next value was allocated.
-    """
+    """Peak of steady steps, less what was there before the model was built."""
 
     def train(mark: Callable[[], None]) -> None:
         torch.manual_seed(0)
         model = Gpt()
         run = torch.compile(model, backend=f"zero{stage}", options={"inner": inner})
         optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(8):
-            if step >= 3:
+        for step in range(5):
+            if step == 2:
                 mark()
             loss = run(torch.randint(1024, (BATCH, LENGTH)))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    # The allocator's meter forgets nothing between two looks.
     before, _ = peak_bytes(_do_nothing)
-    peaks = [peak for peak, _ in memory_peaks(train)]
+    peak, _ = peak_bytes(train)
     torch.compiler.reset()
-    return statistics.median_low(peaks) - before
+    return peak - before
 
 
 def _do_nothing(mark: Callable[[], None]) -> None:
@@ -65,19 +62,19 @@ def _do_nothing(mark: Callable[[], None]) -> None:
     del value
 
 
-def _agree(stage: int, ranks: int, inner: str) -> None:
-    wanted = predicted(stage, ranks, inner)
+def _agree(stage: int, ranks: int, inner: str, rel: float) -> None:
+    wanted = _plan(ranks, inner).stages[stage].forecast.peak(BATCH).total
     found = max(run_ranks(ranks, _measured, stage, inner, timeout=220))
     print(stage, inner, wanted, found, wanted / found)
-    assert wanted == pytest.approx(found, rel=0.05)
+    assert wanted == pytest.approx(found, rel=rel)
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks(stage: int, inner: str) -> None:
-    _agree(stage, 2, inner)
+    _agree(stage, 2, inner, 0.01)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks(stage: int) -> None:
-    _agree(stage, 4, "eager")
+    _agree(stage, 4, "eager", 0.05)
