@@ -58,12 +58,13 @@ def met_fatal_signal(output: str) -> bool:
     return re.search(r"^SIG[A-Z]+\(\d+\), PID: \d+, Thread \d+", output, re.MULTILINE) is not None
 
 
-def found_corrupt_heap(output: str) -> bool:
-    """Whether malloc gave up: who did it wrote long before, and in any thread."""
+def heap_complaint(output: str) -> str:
+    """What malloc said if it found the heap corrupt: who did it wrote before, in any thread."""
     checks = (
         r"^((malloc|malloc_consolidate|free|realloc|munmap_chunk)\(\): |corrupted |double free)"
     )
-    return re.search(checks, output, re.MULTILINE) is not None
+    found = re.search(checks + ".*", output, re.MULTILINE)
+    return found[0] if found else ""
 
 
 def native_threads(pid: int) -> str:

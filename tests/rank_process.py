@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.rank_failures import (
     Failure,
-    found_corrupt_heap,
+    heap_complaint,
     met_fatal_signal,
     native_stack,
     native_threads,
@@ -52,9 +52,9 @@ class Worker:
         """How the process ended, for which it gets `grace` seconds."""
         self.process.join(grace)
         stacks, output = self.stacks.read_text(errors="replace"), self.output()
-        message = f"the process ended with exit code {self.process.exitcode}"
-        in_python = "Current thread" in stacks
-        crashed = found_corrupt_heap(output) or (met_fatal_signal(output) and not in_python)
+        in_python, complaint = "Current thread" in stacks, heap_complaint(output)
+        message = f"the process ended with exit code {self.process.exitcode} {complaint}".rstrip()
+        crashed = complaint or (met_fatal_signal(output) and not in_python)
         details = stacks if in_python else native_stack(output) or stacks
         return Failure(self.rank, "Crashed" if crashed else "Died", message, details, output)
 
