@@ -13,7 +13,6 @@ from tests.logs import heard
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.comm import algorithms_for
-from zerofx.cost.liveness import Transport
 from zerofx.frontend.choose import least_memory, predicted_peaks
 from zerofx.frontend.rehearsal import rehearse_model
 
@@ -28,8 +27,8 @@ def _peaks(ranks: int) -> dict[int, int]:
         lambda: ((torch.zeros(BATCH, LENGTH, dtype=torch.int64),), {}),
         "eager",
     )
-    transport = Transport(algorithms_for("gloo", "cpu", ranks, ranks), recycles=True)
-    return dict(predicted_peaks(rehearsal, ZeroConfig(**EAGER), ranks, transport))
+    algorithms = algorithms_for("gloo", "cpu", ranks, ranks)
+    return dict(predicted_peaks(rehearsal, ZeroConfig(**EAGER), ranks, algorithms))
 
 
 def _chosen(memory: int | None, **more: Any) -> tuple[int, int, list[str]]:

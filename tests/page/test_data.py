@@ -98,10 +98,10 @@ def test_what_lives_adds_up_to_the_curve(gpt: Rehearsal, stage: int) -> None:
     """Names and sums are two ways to count the same memory."""
     config: Any = ZeroConfig(stage=stage, inner="eager")  # type: ignore[arg-type]
     forward, backward = gpt.programs(config, 4)
-    before = held_after(forward, CPU.transport, fused=False)
+    before = held_after(forward, CPU.algorithms, fused=False)
     for program, held in ((forward, NOTHING_HELD), (backward, before)):
-        curve = live_bytes(program, CPU.transport, fused=False, before=held)
-        lives = lifetimes(program, CPU.transport, fused=False, before=held)
+        curve = live_bytes(program, CPU.algorithms, fused=False, before=held)
+        lives = lifetimes(program, CPU.algorithms, fused=False, before=held)
         rows = live_at_each_node(lives, len(program.graph.nodes))
         assert rows[:, :3].sum(axis=1).max() == curve.live[:, :3].sum(axis=1).max()
         assert rows[:, 3].max() == curve.live[:, 3].max()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from zerofx.cost.comm import Algorithm, Algorithms
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.collectives import all_gather, reduce_scatter_mean
 from zerofx.runtime.comm import Comm, make_comm
 from zerofx.runtime.pending import Pending
@@ -67,7 +66,7 @@ def _gathers(way: Algorithm, node_size: int, seeds: int) -> bool:
 
 
 def _reductions(way: Algorithm, node_size: int, seeds: int) -> bool:
-    comm, memory = _comm(way, node_size), Recycler()
+    comm = _comm(way, node_size)
     for seed in range(seeds):
         grads, splits, wanted = [], [], []
         for member, (rows, width, dtype) in enumerate(_rows(seed)):
@@ -78,7 +77,7 @@ def _reductions(way: Algorithm, node_size: int, seeds: int) -> bool:
             splits.append([stop - start for start, stop in itertools.pairwise(edges)])
             mean = torch.stack(all_ranks).double().sum(0) / comm.size
             wanted.append(mean.to(dtype)[edges[comm.rank] : edges[comm.rank + 1]])
-        pending = reduce_scatter_mean(grads, splits, comm, seed << 12, memory)
+        pending = reduce_scatter_mean(grads, splits, comm, seed << 12)
         for got, want in zip(_finish(pending), wanted, strict=True):
             # Two hops round 16-bit means twice; each value is at most 8.
             exact = got.dtype is not torch.bfloat16
@@ -110,7 +109,7 @@ def _crossing(way: Algorithm) -> tuple[int, int, int]:
     full = torch.zeros(numel)
     with patch.object(dist, "isend", isend):
         _finish(all_gather([full.clone()], [full[: numel // 4].clone()], comm, 1))
-        _finish(reduce_scatter_mean([full], [[numel // 4] * 4], comm, 2, Recycler()))
+        _finish(reduce_scatter_mean([full], [[numel // 4] * 4], comm, 2))
     away = sum(num_bytes for to, num_bytes in sent if to // 2 != comm.rank // 2)
     return away, sum(num_bytes for _, num_bytes in sent), full.nbytes
 

@@ -27,14 +27,12 @@ class Resident:
         states: parameters, gradients after a backward, optimizer state.
         buffers: of the model.
         step: what the optimizer allocates for a moment, less what is freed for it.
-        keeps_grads: whether the memory of gradients is kept from step to step.
         codes: errors of coded gradients, and codes of frozen parameters.
     """
 
     states: States
     buffers: int
     step: int
-    keeps_grads: bool
     codes: int = 0
 
 
@@ -108,9 +106,8 @@ class Forecast:
         fixed = self._always()
         for phase in ("forward", "backward"):
             line = self._line(phase)
-            grads = self._standing_grads()
             base, slope = line.base[:, :3].sum(axis=1), line.slope[:, :3].sum(axis=1)
-            room = memory_bytes - fixed - grads - base
+            room = memory_bytes - fixed - base
             if (room[slope <= 0] < 0).any():
                 return 0
             rising = slope > 0
@@ -129,9 +126,6 @@ class Forecast:
     def _pool(self) -> int:
         return int(max(line.base[:, 3].max() for line in (self.forward, self.backward)))
 
-    def _standing_grads(self) -> int:
-        return int(self.resident.states.grads) if self.resident.keeps_grads else 0
-
     def _always(self) -> int:
         states, more = self.resident.states, self.resident.buffers + self.resident.codes
         return int(states.params + states.optimizer) + more + self._pool()
@@ -144,7 +138,7 @@ class Forecast:
         return Peak(
             phase,
             params=int(states.params) + self.resident.buffers,
-            grads=grads + self._standing_grads(),
+            grads=grads,
             optimizer=int(states.optimizer),
             activations=activations,
             gathered=self._pool(),

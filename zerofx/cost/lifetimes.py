@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from zerofx.cost.liveness import NOTHING_HELD, Held, Ledger, Transport
+from zerofx.cost.comm import Algorithms
+from zerofx.cost.liveness import NOTHING_HELD, Held, Ledger
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
@@ -52,14 +53,14 @@ class Lifetime:
 
 
 def lifetimes(
-    program: Program, transport: Transport, *, fused: bool, before: Held = NOTHING_HELD
+    program: Program, algorithms: Algorithms, *, fused: bool, before: Held = NOTHING_HELD
 ) -> list[Lifetime]:
     """All memory of a program that went through all passes, parameters at rest excepted.
 
     The arguments are those of `zerofx.cost.liveness.live_bytes`, and the sums are its curve.
     """
     place = positions(program.graph)
-    ledger = Ledger(program, transport, fused, before)
+    ledger = Ledger(program, algorithms, fused, before)
     found = [
         *_values(ledger, place),
         *_collectives(program, ledger, place),

@@ -69,8 +69,8 @@ def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int], *, few_gra
         shallow: of at least three blocks; of so many that what is in flight has settled.
         deeper: of more.
         blocks: how many blocks they have, and the deep program.
-        few_grads: full gradients do not pile up (stages 2 and 3). Like all that is in flight they
-            are bounded then: the larger of both programs counts, in whatever block that is.
+        few_grads: full gradients do not pile up (stages 2 and 3): like all that is in flight they
+            are bounded by the larger of both programs, in whatever block that is.
 
     Raises:
         NotAlikeError: the two programs are not made of equal blocks.
@@ -84,11 +84,14 @@ def deepen(shallow: Line, deeper: Line, blocks: tuple[int, int, int], *, few_gra
     head = slice(0, second[-1] + 1)
     tail = slice(last_but_one[0] - len(shallow.nodes), None)
     grown = (many - few) / (more - few)
-    bounded = slice(1 if few_grads else 2, None)
-    most = np.maximum(shallow.at(1)[:, bounded].max(axis=0), deeper.at(1)[:, bounded].max(axis=0))
+    most = np.maximum(shallow.at(1).max(axis=0), deeper.at(1).max(axis=0))
     parts = [_between(_cut(shallow, part), _cut(deeper, part), grown) for part in (head, tail)]
-    for part in parts:
-        part.base[:, bounded], part.slope[:, bounded] = most, 0.0
+    # Reduced gradients of all blocks between are there at the end, and none at the begin.
+    reduced = grown * (deeper.base[-1, 1] - shallow.base[-1, 1])
+    for part, more_grads in zip(parts, (0, reduced), strict=True):
+        part.base[:, 2:], part.slope[:, 2:] = most[2:], 0.0
+        if few_grads:
+            part.base[:, 1] = np.minimum(part.base[:, 1], most[1] + more_grads)
     return Line(
         tuple(name for part in parts for name in part.nodes),
         tuple(block for part in parts for block in part.blocks),

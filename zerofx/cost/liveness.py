@@ -40,19 +40,6 @@ from zerofx.ir.view import aliased_inputs, is_getitem, positions
 
 
 @dataclasses.dataclass(frozen=True)
-class Transport:
-    """How the runtime moves bytes, as far as memory is concerned.
-
-    Attributes:
-        algorithms: which calls move a bucket.
-        recycles: reduced gradients reuse their memory step by step (CPU): it is never free.
-    """
-
-    algorithms: Algorithms
-    recycles: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Held:
     """What a forward leaves behind.
 
@@ -74,22 +61,22 @@ NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
 
 
 def live_bytes(
-    program: Program, transport: Transport, *, fused: bool, before: Held = NOTHING_HELD
+    program: Program, algorithms: Algorithms, *, fused: bool, before: Held = NOTHING_HELD
 ) -> Curve:
     """What is live at each node of a program that went through all passes.
 
     Args:
         program: forward or backward, in execution order.
-        transport: how the runtime moves bytes.
+        algorithms: which calls move a bucket.
         fused: whether kernels are fused, as Inductor does.
         before: of a backward program, what forward left behind.
     """
-    return Ledger(program, transport, fused, before).walk()
+    return Ledger(program, algorithms, fused, before).walk()
 
 
-def held_after(forward: Program, transport: Transport, *, fused: bool) -> Held:
+def held_after(forward: Program, algorithms: Algorithms, *, fused: bool) -> Held:
     """What `forward` leaves for its backward, and for the caller."""
-    ledger = Ledger(forward, transport, fused, NOTHING_HELD)
+    ledger = Ledger(forward, algorithms, fused, NOTHING_HELD)
     number: dict[fx.Node, int] = {}
     piece: dict[str, int] = {}
     lasting: set[int] = set()
@@ -116,9 +103,9 @@ class Ledger:
         first_of_piece: the first input that lies in a piece of what forward left.
     """
 
-    def __init__(self, program: Program, transport: Transport, fused: bool, before: Held) -> None:
+    def __init__(self, program: Program, algorithms: Algorithms, fused: bool, before: Held) -> None:
         self._program = program
-        self._transport = transport
+        self._algorithms = algorithms
         self._before = before
         self._place = positions(program.graph)
         self._inside = values_inside_kernels(program.graph) if fused else set[fx.Node]()
@@ -231,16 +218,14 @@ class Ledger:
         """Reduced gradients that a reduction allocates; they last until `zero_grad`."""
         if not is_call(node, REDUCE_START):
             return []
-        reused = self._transport.recycles
         specs = [spec for spec in self._specs(node) if not _stays(spec)]
-        new = [s for s in specs if not (reused and s.layout.sharded)]
-        return [(s, math.prod(s.shard_shape(0)) * s.grad_dtype.itemsize) for s in new]
+        return [(s, math.prod(s.shard_shape(0)) * s.grad_dtype.itemsize) for s in specs]
 
     def message_at(self, node: fx.Node) -> int:
         """Bytes of buffers of the collective that starts here."""
         specs = self._specs(node)
         shards = specs[0].layout.num_shards if specs else 1
-        ways, limit = self._transport.algorithms, self._transport.algorithms.pack_bytes
+        ways, limit = self._algorithms, self._algorithms.pack_bytes
         if shards == 1:
             return 0
         if codes := held_bytes(self._program, node):

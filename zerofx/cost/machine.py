@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.cost.comm import algorithms_for
+from zerofx.cost.comm import Algorithms, algorithms_for
 from zerofx.cost.compute import Roofline
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.link import Link
-from zerofx.cost.liveness import Transport
 from zerofx.cost.processor import Processor
 from zerofx.cost.tables import CommTable
 from zerofx.ir.codes import kernels_at
@@ -44,10 +43,10 @@ class Machine:
     host: Host = NO_HOST
 
     @property
-    def transport(self) -> Transport:
+    def algorithms(self) -> Algorithms:
         """How the runtime will move bytes."""
         backend = "nccl" if self.device == "cuda" else "gloo"
-        return Transport(algorithms_for(backend, self.device, 2, 2), recycles=self.device == "cpu")
+        return algorithms_for(backend, self.device, 2, 2)
 
     def link_seconds(self, start: fx.Node, whole: frozenset[str] = frozenset()) -> float:
         """Time of a collective on the idle link.

@@ -48,9 +48,7 @@ def peak_expression(forecasts: Mapping[int, Forecast]) -> Any:
         _terms([each.backward for each in found], lengths),
     ]
     pool = _largest(np.concatenate([phase[:, 3] for phase in phases]))
-    standing = grads if resident.keeps_grads else 0
     points = np.concatenate([phase[:, :3].sum(axis=1) for phase in phases])
-    points[:, 0] += standing
     lasting = np.array([each.lasting for each in found])
     step = _through(lasting[None], lengths)
     step[:, 0] += grads + resident.step

@@ -132,17 +132,17 @@ def outcome_of(
     coded = any(map(keeps_codes, gathers))
     laid = lay_out(params, setting.config, setting.num_ranks, codes_are_kept=coded)
     buffers = max((each.buffer_bytes for each in rehearsals), default=0)
-    resident = resident_of(laid, FP32_ADAM, buffers, machine.transport)
+    resident = resident_of(laid, FP32_ADAM, buffers, machine.device)
     update = update_seconds(laid, resident, machine)
     sending = [(each.runs, start) for both, each in graphs for start in _sending(both)]
     peaks: list[Peak] = []
     earlier = 0  # what the graphs before this one keep for their backward
     for (forward, backward), each in graphs:
-        held = held_after(forward, machine.transport, fused=fused)
+        held = held_after(forward, machine.algorithms, fused=fused)
         forecast = Forecast(
             resident,
-            line_of(live_bytes(forward, machine.transport, fused=fused)),
-            line_of(live_bytes(backward, machine.transport, fused=fused, before=held)),
+            line_of(live_bytes(forward, machine.algorithms, fused=fused)),
+            line_of(live_bytes(backward, machine.algorithms, fused=fused, before=held)),
             (sum(held.values[piece] for piece in held.lasting), 0.0),
         )
         peak, kept = forecast.peak(1), sum(held.values.values())

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from zerofx.config import Stage, ZeroConfig
-from zerofx.cost.comm import algorithms_for
+from zerofx.cost.comm import Algorithms, algorithms_for
 from zerofx.cost.forecast import Forecast
 from zerofx.cost.lines import line_of
-from zerofx.cost.liveness import Transport, held_after, live_bytes
+from zerofx.cost.liveness import held_after, live_bytes
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import ShardingError
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
@@ -87,7 +87,7 @@ def least_memory(offers: Sequence[tuple[str, int, bool]], *, given: bool) -> int
 
 
 def predicted_peaks(
-    rehearsal: Rehearsal, config: ZeroConfig, num_ranks: int, transport: Transport
+    rehearsal: Rehearsal, config: ZeroConfig, num_ranks: int, algorithms: Algorithms
 ) -> dict[Stage, int]:
     """Bytes of a rank at the peak of a step, by stage, with AdamW."""
     peaks: dict[Stage, int] = {}
@@ -95,12 +95,12 @@ def predicted_peaks(
         chosen = dataclasses.replace(config, stage=stage)
         forward, backward = rehearsal.programs(chosen, num_ranks)
         fused = config.inner == "inductor"
-        held = held_after(forward, transport, fused=fused)
+        held = held_after(forward, algorithms, fused=fused)
         laid = lay_out(rehearsal.params, chosen, num_ranks)
         forecast = Forecast(
-            resident_of(laid, FP32_ADAM, rehearsal.buffer_bytes, transport),
-            line_of(live_bytes(forward, transport, fused=fused)),
-            line_of(live_bytes(backward, transport, fused=fused, before=held)),
+            resident_of(laid, FP32_ADAM, rehearsal.buffer_bytes, rehearsal.device.type),
+            line_of(live_bytes(forward, algorithms, fused=fused)),
+            line_of(live_bytes(backward, algorithms, fused=fused, before=held)),
             (sum(held.values[piece] for piece in held.lasting), 0.0),
         )
         peaks[stage] = forecast.peak(1).total
@@ -113,8 +113,7 @@ def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
     assert group is not None
     device = rehearsal.device
     algorithms = algorithms_for(backend_of(group, device), device.type, num_ranks, num_ranks)
-    transport = Transport(algorithms, recycles=device.type == "cpu")
-    peaks = predicted_peaks(rehearsal, config, num_ranks, transport)
+    peaks = predicted_peaks(rehearsal, config, num_ranks, algorithms)
     listed = ", ".join(f"zero{stage} {peak / 1e9:.3g} GB" for stage, peak in peaks.items())
     fitting: list[Stage] = [stage for stage, peak in peaks.items() if peak <= room]
     if not fitting:

@@ -136,9 +136,7 @@ class Planner:
             blocks = None  # its blocks are not alike after all
             views = self._views(params, stages, None, weighed)
         plans = {
-            stage: self._stage_plan(
-                stage, views[stage], params, buffers, weighed[stage], grown=bool(blocks)
-            )
+            stage: self._stage_plan(stage, views[stage], params, buffers, weighed[stage])
             for stage in stages
         }
         num_params = sum(spec.numel for spec in params)
@@ -234,17 +232,12 @@ class Planner:
         params: Iterable[ParamSpec],
         buffers: int,
         weighed: Weighing,
-        *,
-        grown: bool,
     ) -> StagePlan:
         config = at_stage(self.config, stage)
         coded = pays(weighed, QuantizeUnshards.name)
         laid = lay_out(params, config, self.num_ranks, codes_are_kept=coded)
-        resident = resident_of(laid, self.precision, buffers, self.machine.transport)
+        resident = resident_of(laid, self.precision, buffers, self.machine.device)
         resident = dataclasses.replace(resident, codes=kept_codes(laid, config, weighed))
-        if grown and stage > 1:
-            # Of the gradients that a deep backward leaves behind, shallow ones saw a part only.
-            resident = dataclasses.replace(resident, keeps_grads=True)
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         update = update_seconds(laid, resident, self.machine)
         times = dataclasses.replace(view.times, update=update)

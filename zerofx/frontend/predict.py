@@ -80,7 +80,7 @@ def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> 
     """
     machine, fused = setting.machine, setting.fused
     timeline = timeline_of(program, machine, before.kept, fused=fused)
-    lives = lifetimes(program, machine.transport, fused=fused, before=before)
+    lives = lifetimes(program, machine.algorithms, fused=fused, before=before)
     return Prediction(program, timeline, lives)
 
 
@@ -88,7 +88,7 @@ def left_by(program: Program, setting: Setting) -> Held:
     """What a forward program leaves for its backward; nothing, for any other one."""
     if program.region is not Region.FORWARD:
         return NOTHING_HELD
-    return held_after(program, setting.machine.transport, fused=setting.fused)
+    return held_after(program, setting.machine.algorithms, fused=setting.fused)
 
 
 def describe_setting(setting: Setting) -> dict[str, Json]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Resident
-from zerofx.cost.liveness import Transport
 from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision, states
 from zerofx.frontend.weigh import CODING, Weighing, pays
@@ -15,7 +14,7 @@ from zerofx.passes.pipelines import pipeline
 
 
 def resident_of(
-    laid: Sequence[ParamSpec], precision: Precision, buffers: int, transport: Transport
+    laid: Sequence[ParamSpec], precision: Precision, buffers: int, device: str
 ) -> Resident:
     """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
 
@@ -23,26 +22,24 @@ def resident_of(
         laid: the parameters with the layouts of a stage.
         precision: of parameters and optimizer.
         buffers: bytes of the model's buffers.
-        transport: how the runtime moves bytes.
+        device: `cuda` or `cpu`.
     """
     fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
     # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
-    step = 2 * max(fp32, default=0) if transport.recycles else sum(fp32)
-    step += sum(_widening(spec, transport) for spec in laid if spec.trainable)
-    keeps = transport.recycles and any(spec.layout.sharded for spec in laid)
-    return Resident(states(laid, precision), buffers, step, keeps_grads=keeps)
+    step = 2 * max(fp32, default=0) if device == "cpu" else sum(fp32)
+    step += sum(_widening(spec) for spec in laid if spec.trainable)
+    return Resident(states(laid, precision), buffers, step)
 
 
-def _widening(spec: ParamSpec, transport: Transport) -> int:
+def _widening(spec: ParamSpec) -> int:
     """Bytes that an optimizer step takes for a gradient in its parameter's dtype.
 
     A resident copy apart from the shard makes room for it.
     """
     if spec.grad_dtype is spec.dtype:
         return 0
-    narrow = 0 if transport.recycles else spec.grad_dtype.itemsize
     freed = spec.full_bytes if spec.layout.resident and spec.cast is not None else 0
-    return spec.shard_shape(0).numel() * (spec.dtype.itemsize - narrow) - freed
+    return spec.shard_shape(0).numel() * (spec.dtype.itemsize - spec.grad_dtype.itemsize) - freed
 
 
 def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import Kernels
 from zerofx.cost.curve import Curve
 from zerofx.cost.lines import Line, deepen, line_through
-from zerofx.cost.liveness import Held, Transport, held_after, live_bytes
+from zerofx.cost.liveness import Held, held_after, live_bytes
 from zerofx.cost.machine import Machine, already_whole
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
@@ -98,7 +99,7 @@ def look(
         NotAlikeError: the programs depend on the batch size by more than their shapes.
     """
     (forward, backward, held), (forward2, backward2, held2) = (
-        _curves(programs, machine.transport, fused) for programs in (one, other)
+        _curves(programs, machine.algorithms, fused) for programs in (one, other)
     )
     lasting, lasting2 = (sum(h.values[piece] for piece in h.lasting) for h in (held, held2))
     slope = lasting2 - lasting
@@ -222,11 +223,11 @@ def kept_by(forward: Program) -> frozenset[str]:
     return frozenset(facts(node).param for node in forward.calls(KEEP))
 
 
-def _curves(programs: Programs, transport: Transport, fused: bool) -> tuple[Curve, Curve, Held]:
+def _curves(programs: Programs, algorithms: Algorithms, fused: bool) -> tuple[Curve, Curve, Held]:
     forward, backward = programs
-    held = held_after(forward, transport, fused=fused)
+    held = held_after(forward, algorithms, fused=fused)
     return (
-        live_bytes(forward, transport, fused=fused),
-        live_bytes(backward, transport, fused=fused, before=held),
+        live_bytes(forward, algorithms, fused=fused),
+        live_bytes(backward, algorithms, fused=fused, before=held),
         held,
     )

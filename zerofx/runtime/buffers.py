@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerofx.torch_private import num_references
-
 _SLACK = 1.25
 
 
@@ -68,32 +66,3 @@ class BufferPool:
         held = self.used_bytes() + sum(slot.nbytes() for slot in self._idle)
         while self._idle and held > self.peak_bytes:
             held -= self._idle.pop(0).nbytes()
-
-
-class Recycler:
-    """Memory of reduced gradients, which users hold as `.grad` and drop at `zero_grad`.
-
-    Fresh pages cost a CPU as much as adding two gradients. So storages are remembered, and used
-    again once nobody else refers to them. CUDA's allocator does that by itself.
-    """
-
-    def __init__(self) -> None:
-        self._storages: dict[int, list[torch.UntypedStorage]] = {}
-
-    def empty(self, numel: int, like: Tensor) -> Tensor:
-        """A 1-D tensor of `numel` undefined elements, with dtype and device of `like`."""
-        if like.device.type != "cpu" or numel == 0:
-            return torch.empty(numel, dtype=like.dtype, device=like.device)
-        known = self._storages.setdefault(numel * like.element_size(), [])
-        for storage in known:
-            if num_references(storage) == 1:
-                return torch.empty(0, dtype=like.dtype).set_(storage, 0, (numel,), (1,))
-        self._drop_idle()
-        value = torch.empty(numel, dtype=like.dtype)
-        known.append(value.untyped_storage())
-        return value
-
-    def _drop_idle(self) -> None:
-        """Forget what nobody uses: a new size means that the pattern changed."""
-        for known in self._storages.values():
-            known[:] = [storage for storage in known if num_references(storage) > 1]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.cost.tables import Collective, CommCost, CommTable, fit
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.collectives import all_gather, reduce_scatter_mean
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.network import topology_of
@@ -86,8 +85,8 @@ def _gather(full: Tensor, comm: Comm) -> Callable[[], Pending]:
 
 
 def _reduce(full: Tensor, comm: Comm) -> Callable[[], Pending]:
-    splits, memory = [full.numel() // comm.size] * comm.size, Recycler()
-    return lambda: reduce_scatter_mean([full], [splits], comm, 2, memory)
+    splits = [full.numel() // comm.size] * comm.size
+    return lambda: reduce_scatter_mean([full], [splits], comm, 2)
 
 
 def _median(start: Callable[[], Pending], comm: Comm, device: torch.device, repeats: int) -> float:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.exchange import (
     LOW_PRECISION,
@@ -71,7 +70,6 @@ def reduce_scatter_mean(
     splits: Sequence[Sequence[int]],
     comm: Comm,
     tag: int,
-    memory: Recycler,
 ) -> Pending:
     """Start the mean over `comm` of each of `grads`, of which this rank keeps its split.
 
@@ -80,7 +78,6 @@ def reduce_scatter_mean(
         splits: for each gradient, elements that each rank owns; they may differ, and be zero.
         comm: the axis.
         tag: as for `all_gather`.
-        memory: of the results.
     """
     parts = [grad.split(list(split)) for grad, split in zip(grads, splits, strict=True)]
     groups: list[list[int]] = []
@@ -106,7 +103,7 @@ def reduce_scatter_mean(
         return out
 
     reduce = _REDUCTIONS[comm.algorithms.reduce_scatter]
-    return reduce(transfers, comm, tag, memory).then(finish)
+    return reduce(transfers, comm, tag).then(finish)
 
 
 def all_reduce_mean(values: Sequence[Tensor], comm: Comm, tag: int) -> Pending:

@@ -251,8 +251,7 @@ class Domain:
             owned = [split[comm.rank] for split in splits]
             pending = reduce_codes(codes, flat, owned, comm, tag, states, self.session.codes)
         else:
-            memory = self.session.recycler
-            pending = collectives.reduce_scatter_mean(flat, splits, comm, tag, memory)
+            pending = collectives.reduce_scatter_mean(flat, splits, comm, tag)
         self.session.advance_if_short(pending)
         if self.replica_comm is not None:
             pending.then(lambda scattered: self._across(scattered, states))
@@ -277,7 +276,7 @@ class Domain:
         comm, session = self.replica_comm, self.session
         if comm is None or not any(grad.nbytes for grad in grads):
             return Pending(list(grads))
-        pending = replica_mean(grads, comm, what, session.journal, session.recycler)
+        pending = replica_mean(grads, comm, what, session.journal)
         session.advance_if_short(pending)
         return pending
 

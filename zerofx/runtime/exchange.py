@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.mail import Mail
 from zerofx.runtime.pending import Pending
@@ -77,9 +76,7 @@ def gather_direct(
     return Pending([], works, keep)
 
 
-def reduce_native(
-    transfers: Sequence[Reduction], comm: Comm, tag: int, memory: Recycler
-) -> Pending:
+def reduce_native(transfers: Sequence[Reduction], comm: Comm, tag: int) -> Pending:
     """By the backend's own reduce-scatter, padded to equal parts; means of what this rank owns."""
     nccl = comm.backend == "nccl"
     op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
@@ -98,15 +95,13 @@ def reduce_native(
     return Pending([], works, (*given, *outs), (finish,))
 
 
-def reduce_direct(
-    transfers: Sequence[Reduction], comm: Comm, tag: int, memory: Recycler
-) -> Pending:
+def reduce_direct(transfers: Sequence[Reduction], comm: Comm, tag: int) -> Pending:
     """Each rank sends every other what that owns, and adds what it receives."""
     mail = Mail(comm)
     received: list[list[Tensor]] = []
     for number, each in enumerate(transfers):
         parts = each.parts()
-        received.append(landing(parts[comm.rank], comm.rank, comm.size, memory))
+        received.append(landing(parts[comm.rank], comm.rank, comm.size))
         mail.post(parts, received[-1], tag + number)
 
     def finish(_: list[Tensor]) -> list[Tensor]:
@@ -116,20 +111,9 @@ def reduce_direct(
     return Pending([], mail.deliver(), keep, (finish,))
 
 
-def landing(mine: Tensor, own: int, count: int, memory: Recycler | None = None) -> list[Tensor]:
-    """`count` parts for `mean_of`: `mine` at its place, and memory for the others.
-
-    With `memory`, the mean will lie there.
-    """
-    result = _result_place(own)
-    return [
-        mine
-        if place == own
-        else memory.empty(mine.numel(), mine)
-        if memory is not None and place == result
-        else torch.empty_like(mine)
-        for place in range(count)
-    ]
+def landing(mine: Tensor, own: int, count: int) -> list[Tensor]:
+    """`count` parts for `mean_of`: `mine` at its place, and memory for the others."""
+    return [mine if place == own else torch.empty_like(mine) for place in range(count)]
 
 
 def mean_of(parts: Sequence[Tensor], own: int) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.chunks import padded_chunk, row_splits
 from zerofx.runtime.collectives import all_gather, all_reduce_mean, reduce_scatter_mean
 from zerofx.runtime.comm import Comm
@@ -15,9 +14,7 @@ from zerofx.runtime.journal import Journal
 from zerofx.runtime.pending import Pending
 
 
-def replica_mean(
-    grads: Sequence[Tensor], comm: Comm, what: str, journal: Journal, memory: Recycler
-) -> Pending:
+def replica_mean(grads: Sequence[Tensor], comm: Comm, what: str, journal: Journal) -> Pending:
     """Start the mean over an axis of what each rank has whole.
 
     Args:
@@ -25,18 +22,15 @@ def replica_mean(
         comm: the axis.
         what: names for the journal.
         journal: where the collectives are noted.
-        memory: of results.
     """
     same = all(grad.dtype is grads[0].dtype for grad in grads)
     large = sum(grad.nbytes for grad in grads) > comm.algorithms.pack_bytes
     if grads[0].dtype.itemsize < 4 and same and large:
-        return _mean_by_parts(grads, comm, what, journal, memory)
+        return _mean_by_parts(grads, comm, what, journal)
     return all_reduce_mean(grads, comm, journal.record("all_reduce", what))
 
 
-def _mean_by_parts(
-    grads: Sequence[Tensor], comm: Comm, what: str, journal: Journal, memory: Recycler
-) -> Pending:
+def _mean_by_parts(grads: Sequence[Tensor], comm: Comm, what: str, journal: Journal) -> Pending:
     """Reduce-scatter and all-gather: 16-bit gradients travel as such and are added in fp32."""
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     splits = row_splits(flat, comm.size)
@@ -52,4 +46,4 @@ def _mean_by_parts(
         pieces = gathered[0][: flat.numel()].split([grad.numel() for grad in grads])
         return [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)]
 
-    return reduce_scatter_mean([flat], [splits], comm, tag, memory).then(gather)
+    return reduce_scatter_mean([flat], [splits], comm, tag).then(gather)

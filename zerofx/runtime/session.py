@@ -20,7 +20,7 @@ from zerofx.config import ZeroConfig
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation, Held
 from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
-from zerofx.runtime.buffers import BufferPool, Recycler
+from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import new_handle
@@ -49,7 +49,6 @@ class Session:
         sharded: domain of parameters split over the shard axis.
         replicated: domain of parameters that every rank holds whole.
         pool: memory for gathered values.
-        recycler: memory for reduced gradients.
         kept: those among them that forward left for backward.
         codes: what is remembered of codes.
         journal: the collectives issued so far.
@@ -75,7 +74,6 @@ class Session:
         self._root: weakref.ref[nn.Module] | None = None
         self.pool = BufferPool()
         self.kept = KeptValues(self.pool)
-        self.recycler = Recycler()
         self.codes = CodeMemory.empty(self.pool, config.drift_every)
         num_ranks = num_live_ranks()
         rank = dist.get_rank() % num_ranks

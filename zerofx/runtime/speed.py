@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from zerofx.cost.compute import Roofline
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.collectives import all_gather, reduce_scatter_mean
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.pending import Pending
@@ -81,13 +80,13 @@ def measure_messages(comm: Comm, device: torch.device) -> tuple[float, float]:
     """
     full = torch.zeros(_LONG // 4 // comm.size * comm.size, device=device)
     splits = [full.numel() // comm.size] * comm.size
-    chunk, memory = full.chunk(comm.size)[comm.rank].clone(), Recycler()
+    chunk = full.chunk(comm.size)[comm.rank].clone()
 
     def gather() -> None:
         _finish(all_gather([full], [chunk], comm, 1))
 
     def reduce() -> None:
-        _finish(reduce_scatter_mean([full], [splits], comm, 2, memory))
+        _finish(reduce_scatter_mean([full], [splits], comm, 2))
 
     sent = full.nbytes * (comm.size - 1) / comm.size
     return _working_seconds(gather, comm) / sent, _working_seconds(reduce, comm) / sent

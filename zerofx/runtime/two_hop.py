@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zerofx.runtime.buffers import Recycler
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.exchange import Gather, Reduction, gather_direct, landing, mean_of
 from zerofx.runtime.mail import Mail
@@ -39,9 +38,7 @@ def gather_two_hop(transfers: Sequence[Gather], comm: Comm, tag: int) -> Pending
     return gather_direct(transfers, comm, tag, peers).then(forward)
 
 
-def reduce_two_hop(
-    transfers: Sequence[Reduction], comm: Comm, tag: int, memory: Recycler
-) -> Pending:
+def reduce_two_hop(transfers: Sequence[Reduction], comm: Comm, tag: int) -> Pending:
     """Means inside the node for every rank of the column, then the mean along the column."""
     inside = Mail(comm, comm.node_peers)
     # For each transfer and node: what this node's ranks have for the column's rank there.
@@ -62,7 +59,7 @@ def reduce_two_hop(
         for number, nodes in enumerate(received):
             means = [mean_of(parts, comm.column) for parts in nodes]
             sent += means
-            columns.append(landing(means[comm.node], comm.node, comm.num_nodes, memory))
+            columns.append(landing(means[comm.node], comm.node, comm.num_nodes))
             mail.post(_by_rank(means, comm), _by_rank(columns[-1], comm), tag + number)
         received.clear()
 

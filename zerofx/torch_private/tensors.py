@@ -174,11 +174,6 @@ def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
         return copy.deepcopy(value)
 
 
-def num_references(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects hold `storage`."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
 def shares_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, fake ones too, use the same storage object."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
