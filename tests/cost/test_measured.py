@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.cost.memory import FP32_ADAM
+from zerofx.debug.outcome import Setting, outcome_of
 from zerofx.frontend.planner import Machine, Plan, Planner
+from zerofx.frontend.rehearsal import rehearse_model
 
 BATCH, LENGTH = 8, 96
 MACHINE = Machine("cpu", Roofline(), Link(1e9, 1e-4))
@@ -34,7 +37,7 @@ def _plan(ranks: int, inner: Any) -> Plan:
     return planner.plan((1, 2, 3))
 
 
-def _measured(stage: int, inner: str) -> int:
+def _measured(stage: int, inner: str, micro_batches: int = 1) -> int:
     """Peak of steady steps, less what was there before the model was built."""
 
     def train(mark: Callable[[], None]) -> None:
@@ -45,8 +48,9 @@ def _measured(stage: int, inner: str) -> int:
         for step in range(5):
             if step == 2:
                 mark()
-            loss = run(torch.randint(1024, (BATCH, LENGTH)))
-            loss.backward()
+            for _ in range(micro_batches):
+                loss = run(torch.randint(1024, (BATCH, LENGTH)))
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -78,3 +82,16 @@ def test_two_ranks(stage: int, inner: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks(stage: int) -> None:
     _agree(stage, 4, "eager", 0.05)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_micro_batches(stage: int) -> None:
+    """The second one finds the gradients of the first."""
+    config = ZeroConfig(inner="eager", stage=stage, dump="")  # pyright: ignore[reportArgumentType]
+    rehearsal = rehearse_model(Gpt, lambda: tokens(BATCH, LENGTH), "eager")
+    twice = dataclasses.replace(rehearsal, runs=2.0)
+    setting = Setting(config, 2, MACHINE)
+    wanted = outcome_of([twice.programs(config, 2, machine=MACHINE)], [twice], setting).peak.total
+    found = max(run_ranks(2, _measured, stage, "eager", 2, timeout=220))
+    print(stage, wanted, found, wanted / found)
+    assert wanted == pytest.approx(found, rel=0.01)

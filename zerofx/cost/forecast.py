@@ -27,12 +27,14 @@ class Resident:
         states: parameters, gradients after a backward, optimizer state.
         buffers: of the model.
         step: what the optimizer allocates for a moment, less what is freed for it.
+        standing: gradients that are there already, of other graphs and earlier micro-batches.
         codes: errors of coded gradients, and codes of frozen parameters.
     """
 
     states: States
     buffers: int
     step: int
+    standing: int = 0
     codes: int = 0
 
 
@@ -107,7 +109,7 @@ class Forecast:
         for phase in ("forward", "backward"):
             line = self._line(phase)
             base, slope = line.base[:, :3].sum(axis=1), line.slope[:, :3].sum(axis=1)
-            room = memory_bytes - fixed - base
+            room = memory_bytes - fixed - self.resident.standing - base
             if (room[slope <= 0] < 0).any():
                 return 0
             rising = slope > 0
@@ -138,7 +140,7 @@ class Forecast:
         return Peak(
             phase,
             params=int(states.params) + self.resident.buffers,
-            grads=grads,
+            grads=grads + self.resident.standing,
             optimizer=int(states.optimizer),
             activations=activations,
             gathered=self._pool(),

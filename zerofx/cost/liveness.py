@@ -61,7 +61,12 @@ NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
 
 
 def live_bytes(
-    program: Program, algorithms: Algorithms, *, fused: bool, before: Held = NOTHING_HELD
+    program: Program,
+    algorithms: Algorithms,
+    *,
+    fused: bool,
+    before: Held = NOTHING_HELD,
+    accumulates: bool = False,
 ) -> Curve:
     """What is live at each node of a program that went through all passes.
 
@@ -70,8 +75,9 @@ def live_bytes(
         algorithms: which calls move a bucket.
         fused: whether kernels are fused, as Inductor does.
         before: of a backward program, what forward left behind.
+        accumulates: reduced gradients are added to those that are there, and not counted here.
     """
-    return Ledger(program, algorithms, fused, before).walk()
+    return Ledger(program, algorithms, fused, before, accumulates=accumulates).walk()
 
 
 def held_after(forward: Program, algorithms: Algorithms, *, fused: bool) -> Held:
@@ -103,8 +109,17 @@ class Ledger:
         first_of_piece: the first input that lies in a piece of what forward left.
     """
 
-    def __init__(self, program: Program, algorithms: Algorithms, fused: bool, before: Held) -> None:
+    def __init__(
+        self,
+        program: Program,
+        algorithms: Algorithms,
+        fused: bool,
+        before: Held,
+        *,
+        accumulates: bool = False,
+    ) -> None:
         self._program = program
+        self._accumulates = accumulates
         self._algorithms = algorithms
         self._before = before
         self._place = positions(program.graph)
@@ -219,7 +234,8 @@ class Ledger:
         if not is_call(node, REDUCE_START):
             return []
         specs = [spec for spec in self._specs(node) if not _stays(spec)]
-        return [(s, math.prod(s.shard_shape(0)) * s.grad_dtype.itemsize) for s in specs]
+        new = [s for s in specs if not (self._accumulates and s.layout.sharded)]
+        return [(s, math.prod(s.shard_shape(0)) * s.grad_dtype.itemsize) for s in new]
 
     def message_at(self, node: fx.Node) -> int:
         """Bytes of buffers of the collective that starts here."""

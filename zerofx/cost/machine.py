@@ -27,7 +27,7 @@ class Machine:
     """Where the model will train.
 
     Attributes:
-        device: `cuda` or `cpu`: which collectives the runtime uses, and what it reuses.
+        device: `cuda` or `cpu`: which collectives the runtime uses, and how an optimizer steps.
         roofline: of one device.
         link: between ranks.
         reductions: the same link, as reductions find it; by default `link`.

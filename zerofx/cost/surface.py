@@ -49,6 +49,7 @@ def peak_expression(forecasts: Mapping[int, Forecast]) -> Any:
     ]
     pool = _largest(np.concatenate([phase[:, 3] for phase in phases]))
     points = np.concatenate([phase[:, :3].sum(axis=1) for phase in phases])
+    points[:, 0] += resident.standing
     lasting = np.array([each.lasting for each in found])
     step = _through(lasting[None], lengths)
     step[:, 0] += grads + resident.step

@@ -132,7 +132,8 @@ def outcome_of(
     coded = any(map(keeps_codes, gathers))
     laid = lay_out(params, setting.config, setting.num_ranks, codes_are_kept=coded)
     buffers = max((each.buffer_bytes for each in rehearsals), default=0)
-    resident = resident_of(laid, FP32_ADAM, buffers, machine.device)
+    many = sum(each.runs for each in rehearsals) > 1
+    resident = resident_of(laid, FP32_ADAM, buffers, machine.device, accumulates=many)
     update = update_seconds(laid, resident, machine)
     sending = [(each.runs, start) for both, each in graphs for start in _sending(both)]
     peaks: list[Peak] = []
@@ -142,7 +143,9 @@ def outcome_of(
         forecast = Forecast(
             resident,
             line_of(live_bytes(forward, machine.algorithms, fused=fused)),
-            line_of(live_bytes(backward, machine.algorithms, fused=fused, before=held)),
+            line_of(
+                live_bytes(backward, machine.algorithms, fused=fused, before=held, accumulates=many)
+            ),
             (sum(held.values[piece] for piece in held.lasting), 0.0),
         )
         peak, kept = forecast.peak(1), sum(held.values.values())

@@ -97,10 +97,11 @@ def predicted_peaks(
         fused = config.inner == "inductor"
         held = held_after(forward, algorithms, fused=fused)
         laid = lay_out(rehearsal.params, chosen, num_ranks)
+        device, many = rehearsal.device.type, config.accumulate > 1
         forecast = Forecast(
-            resident_of(laid, FP32_ADAM, rehearsal.buffer_bytes, rehearsal.device.type),
+            resident_of(laid, FP32_ADAM, rehearsal.buffer_bytes, device, accumulates=many),
             line_of(live_bytes(forward, algorithms, fused=fused)),
-            line_of(live_bytes(backward, algorithms, fused=fused, before=held)),
+            line_of(live_bytes(backward, algorithms, fused=fused, before=held, accumulates=many)),
             (sum(held.values[piece] for piece in held.lasting), 0.0),
         )
         peaks[stage] = forecast.peak(1).total

@@ -14,7 +14,12 @@ from zerofx.passes.pipelines import pipeline
 
 
 def resident_of(
-    laid: Sequence[ParamSpec], precision: Precision, buffers: int, device: str
+    laid: Sequence[ParamSpec],
+    precision: Precision,
+    buffers: int,
+    device: str,
+    *,
+    accumulates: bool = False,
 ) -> Resident:
     """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
 
@@ -23,12 +28,14 @@ def resident_of(
         precision: of parameters and optimizer.
         buffers: bytes of the model's buffers.
         device: `cuda` or `cpu`.
+        accumulates: gradients of other graphs or micro-batches are there when one of them runs.
     """
     fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
     # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
     step = 2 * max(fp32, default=0) if device == "cpu" else sum(fp32)
     step += sum(_widening(spec) for spec in laid if spec.trainable)
-    return Resident(states(laid, precision), buffers, step)
+    held = states(laid, precision)
+    return Resident(held, buffers, step, standing=int(held.grads) if accumulates else 0)
 
 
 def _widening(spec: ParamSpec) -> int:
