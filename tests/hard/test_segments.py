@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,9 @@ from torch import Tensor, fx, nn
 from tests.hard.pair import EAGER, INDUCTOR, Pair, draw, same
 from tests.ranks import run_ranks
 from zerofx.frontend import inner
+from zerofx.frontend.partition import repeat_constants
 from zerofx.frontend.segments import Segment, split
+from zerofx.ir.ops import FREE
 from zerofx.torch_private import run_boxed
 
 
@@ -51,7 +54,7 @@ def _num_distinct(depths: list[int], dropout: float) -> list[tuple[int, int]]:
 
 
 def _not_inductor(module: fx.GraphModule, *_: Any) -> Any:
-    return run_boxed(module)
+    return run_boxed(module, module.graph)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -144,7 +147,42 @@ def test_placeholders_of_a_segment_have_unique_names() -> None:
     graph.output((twice,))
     (segment,) = split(graph)
     assert isinstance(segment, Segment)
-    names = [node.name for node in segment.module.graph.nodes]
+    names = [node.name for node in segment.graph.nodes]
     assert len(set(names)) == len(names)
     one, other = torch.tensor([5.0, 6.0]), torch.tensor([1.0, 2.0])
-    assert segment.module(one, other)[0].tolist() == [9.0, 10.0]
+    assert fx.GraphModule(segment.owner, segment.graph)(one, other)[0].tolist() == [9.0, 10.0]
+
+
+def test_outputs_of_one_kernel_cross_one_by_one() -> None:
+    """Wherever a program is cut, what passes from one segment to another is no tuple."""
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    both = graph.call_function(torch.ops.aten.split.Tensor, (value, 1))
+    first = graph.call_function(operator.getitem, (both, 0))
+    graph.call_function(FREE, (value, 0))
+    second = graph.call_function(operator.getitem, (both, 1))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (first, second))
+    graph.output((total,))
+    before, _, after = split(graph)
+    assert isinstance(before, Segment) and isinstance(after, Segment)
+    assert before.outputs == after.inputs == (first, second)
+
+
+def test_large_constants_are_made_where_they_are_read() -> None:
+    """Zeros that AOTAutograd merged, of two embeddings' gradients, do not wait in memory."""
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    value.meta["val"] = torch.empty(64, 64)
+    zeros = graph.call_function(torch.ops.aten.full.default, ([64, 64], 0))
+    zeros.meta["val"] = torch.empty(64, 64)
+    one = graph.call_function(torch.ops.aten.full.default, ([], 1))
+    one.meta["val"] = torch.empty(())
+    first = graph.call_function(torch.ops.aten.add.Tensor, (zeros, one))
+    graph.call_function(FREE, (value, 0))
+    second = graph.call_function(torch.ops.aten.mul.Tensor, (zeros, one))
+    graph.output((first, second))
+    repeat_constants(graph)
+    before, _, after = split(graph)
+    assert isinstance(before, Segment) and isinstance(after, Segment)
+    assert (before.outputs, after.inputs) == ((one, first), (one,))
+    assert fx.GraphModule(after.owner, after.graph)(torch.ones(()))[0].shape == (64, 64)

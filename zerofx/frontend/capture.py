@@ -22,7 +22,11 @@ from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
 from zerofx.frontend.measure import Stopwatch
-from zerofx.frontend.partition import order_opaque_values, recompute_parameter_values
+from zerofx.frontend.partition import (
+    order_opaque_values,
+    recompute_parameter_values,
+    repeat_constants,
+)
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses
@@ -126,6 +130,8 @@ class Capture:
         recompute_parameter_values(joint.graph)
         forward, backward = min_cut(joint, joint_inputs, num_fwd_outputs, options)
         order_opaque_values(forward, backward, num_fwd_outputs)
+        repeat_constants(forward.graph)
+        repeat_constants(backward.graph)
         if self.config.verify and self.passes:
             halves = (
                 self._program(forward, Region.FORWARD),
@@ -143,6 +149,7 @@ class Capture:
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.inner == "inductor":
             inductor_joint_passes(module, inputs)
+        repeat_constants(module.graph)
         self._params = annotate(module.graph, self.inputs)
         self._num_user_outputs = len(self._program(module, Region.INFERENCE).outputs)
         self._weigh(self._program(module, Region.INFERENCE))

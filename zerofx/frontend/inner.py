@@ -43,26 +43,30 @@ class SegmentCompiler:
     def compile(self, segments: Sequence[Segment], *, is_backward: bool) -> list[Boxed]:
         """The segments as boxed callables; ranks on one machine share the work."""
         named = [(f"{is_backward} {self.patches}\n{each.key}", each) for each in segments]
-        kernels = {name: each for name, each in named if self._is_kernel(each)}
+        new = {name: each for name, each in named if name not in self._known}
         made = in_turns(
             {
-                name: functools.partial(self._inductor, each.module, is_backward)
-                for name, each in kernels.items()
-                if name not in self._known
+                name: functools.partial(self._inductor, each, is_backward)
+                for name, each in new.items()
+                if self._is_kernel(each)
             }
         )
         self._known |= made
+        self._known |= {
+            name: run_boxed(each.owner, each.graph)
+            for name, each in new.items()
+            if not self._is_kernel(each)
+        }
         self.num_compiled += len(made)
         self.num_shared += sum(map(self._is_kernel, segments)) - len(made)
-        return [
-            self._known[name] if name in kernels else run_boxed(each.module) for name, each in named
-        ]
+        return [self._known[name] for name, _ in named]
 
     def _is_kernel(self, segment: Segment) -> bool:
         return self.inner != "eager" and not segment.only_views
 
-    def _inductor(self, module: fx.GraphModule, is_backward: bool) -> Boxed:
+    def _inductor(self, segment: Segment, is_backward: bool) -> Boxed:
         # Outputs cross to nodes that were traced with these strides.
+        module = fx.GraphModule(segment.owner, segment.graph)
         output = module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # pyright: ignore
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]

@@ -7,10 +7,11 @@ parameters alone are recomputed in backward, so that forward saves shards, never
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD, is_call
+from zerofx.ir.rules import SMALL_NUMEL
 from zerofx.torch_private import must_recompute_tag
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -46,6 +47,34 @@ def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
     return list(tagged)
 
 
+def repeat_constants(graph: fx.Graph) -> None:
+    """Make constants anew for every reader, next to it.
+
+    AOTAutograd merges equal ones: zeros that two embeddings' gradients are added to, positions,
+    masks. A kernel fills them in for nothing; one that lies in memory from the segment of its first
+    reader to that of its last is as large as a gradient.
+    """
+    for node in list(graph.nodes):
+        if not _is_large_constant(node):
+            continue
+        for user in [user for user in node.users if user.op != "output"]:
+            with graph.inserting_before(user):
+                user.replace_input_with(node, graph.node_copy(node, lambda arg: arg))
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _is_large_constant(node: fx.Node) -> bool:
+    """Whether its values follow from sizes alone, and are more than a few."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or _is_impure(node):
+        return False
+    if any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes):
+        return False
+    numel = value.numel()
+    return not isinstance(numel, int) or numel > SMALL_NUMEL
+
+
 def _is_impure(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or node.is_impure()
@@ -73,8 +102,6 @@ def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_u
     for node in inputs[: len(saved)]:
         if _is_opaque(node):
             after.prepend(node)
-    forward.recompile()
-    backward.recompile()
 
 
 def _forward_place(saved: fx.Node) -> int:

@@ -70,18 +70,18 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
     placements = {spec.name: inputs[position].placements for position, spec in params.items()}
     for graph, known in _graphs(module, params):
         first = next(node for node in graph.nodes if node.op != "placeholder")
+        read = {node: [user for user in node.users if not _takes_dtensor(user)] for node in known}
         for node, spec in known.items():
-            readers = [user for user in node.users if not _takes_dtensor(user)]
-            if not readers:
+            if not read[node]:
                 continue
             with graph.inserting_before(first):
                 place = {"grad_placements": placements[spec.name]}
                 shard = graph.call_method("to_local", (node,), place)
                 args = (shard, spec.shape, spec.layout.handle, spec.cast)
                 full = graph.call_function(UNSHARD, args)
-            for reader in readers:
+            for reader in read[node]:
                 reader.replace_input_with(node, full)
-        if graph.owning_module is not None:
+        if any(read.values()) and graph.owning_module is not None:
             graph.owning_module.recompile()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.ops import PROGRAM_OPS
-from zerofx.ir.view import positions
+from zerofx.ir.view import is_getitem, positions
 from zerofx.torch_private import lookup_seed_op, symbols_of
 
 _VIEWS = frozenset(
@@ -37,14 +37,16 @@ class Segment:
     Attributes:
         inputs: nodes outside whose values it reads; symbols that it needs come first.
         outputs: its nodes whose values are read outside.
-        module: the nodes as a graph of their own; the output is a tuple.
+        graph: the nodes as a graph of their own; the output is a tuple.
+        owner: holds the constants that `graph` reads.
         key: equal for segments that compute the same; `None` for ones that are not shared.
         only_views: nothing to compile.
     """
 
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    module: fx.GraphModule
+    graph: fx.Graph
+    owner: torch.nn.Module
     key: str
     only_views: bool
 
@@ -55,15 +57,23 @@ def split(graph: fx.Graph) -> list[fx.Node | Segment]:
     Placeholders and the output node are left out.
     """
     runs: list[fx.Node | list[fx.Node]] = []
+    home: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target in PROGRAM_OPS or node.target is lookup_seed_op():
             runs.append(node)
-        elif runs and isinstance(runs[-1], list):
-            runs[-1].append(node)
+        elif is_getitem(node) and node.all_input_nodes[0] in home:
+            # The outputs of one kernel cross to other segments each alone, never in a tuple.
+            home[node] = home[node.all_input_nodes[0]]
+            home[node].append(node)
         else:
-            runs.append([node])
+            if not runs or isinstance(runs[-1], fx.Node):
+                runs.append([])
+            run = runs[-1]
+            assert isinstance(run, list)
+            run.append(node)
+            home[node] = run
     symbols = _symbol_sources(graph)
     place = positions(graph)
     return [
@@ -90,18 +100,14 @@ def _make_segment(
     leading = [symbols[symbol] for symbol in needed if symbols[symbol] not in inside]
     inputs = tuple(dict.fromkeys((*leading, *read)))
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    module = _extract(graph, nodes, inputs, outputs)
-    return Segment(
-        inputs, outputs, module, _key(module), all(node.target in _VIEWS for node in nodes)
-    )
+    own, owner = _extract(nodes, inputs, outputs), graph.owning_module or torch.nn.Module()
+    only_views = all(node.target in _VIEWS for node in nodes)
+    return Segment(inputs, outputs, own, owner, _key(own, owner), only_views)
 
 
 def _extract(
-    graph: fx.Graph,
-    nodes: list[fx.Node],
-    inputs: tuple[fx.Node, ...],
-    outputs: tuple[fx.Node, ...],
-) -> fx.GraphModule:
+    nodes: list[fx.Node], inputs: tuple[fx.Node, ...], outputs: tuple[fx.Node, ...]
+) -> fx.Graph:
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for index, node in enumerate(inputs):
         copies[node] = made.placeholder(f"in_{index}")
@@ -109,25 +115,24 @@ def _extract(
     for node in nodes:
         copies[node] = made.node_copy(node, lambda arg: copies[arg])
     made.output(tuple(copies[node] for node in outputs))
-    owner = graph.owning_module
-    return fx.GraphModule(owner if owner is not None else torch.nn.Module(), made)
+    return made
 
 
-def _key(module: fx.GraphModule) -> str:
+def _key(graph: fx.Graph, owner: torch.nn.Module) -> str:
     """Text that is equal for segments of equal meaning: canonical names, full tensor metadata."""
-    number = {node: index for index, node in enumerate(module.graph.nodes)}
+    number = {node: index for index, node in enumerate(graph.nodes)}
     lines: list[str] = []
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         args = fx.map_arg((node.args, node.kwargs), lambda arg: f"%{number[arg]}")
-        target = "" if node.op == "placeholder" else _target_key(module, node)
+        target = "" if node.op == "placeholder" else _target_key(owner, node)
         lines.append(f"{node.op} {target} {args} {_value_key(node.meta.get('val'))}")
     return "\n".join(lines)
 
 
-def _target_key(module: fx.GraphModule, node: fx.Node) -> str:
+def _target_key(owner: torch.nn.Module, node: fx.Node) -> str:
     if node.op == "get_attr":
         # Constants and subgraphs of higher-order ops: shared only with themselves.
-        return f"{node.target}@{id(getattr(module, str(node.target), None))}"
+        return f"{node.target}@{id(getattr(owner, str(node.target), None))}"
     return str(node.target)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from zerofx.ir.facts import Facts, facts, set_facts
+from zerofx.ir.ops import fake_kernel
 from zerofx.ir.program import Program
 from zerofx.torch_private import fake_mode_of
 
@@ -91,7 +92,7 @@ class Editor:
         set_facts(node, dataclasses.replace(record, origin=self.origin))
         values: Any = fx.map_arg(args, lambda arg: arg.meta.get("val"))
         with self._fake_mode or contextlib.nullcontext():
-            node.meta["val"] = op(*values)
+            node.meta["val"] = fake_kernel(op)(*values)
         return node
 
 

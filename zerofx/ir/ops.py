@@ -89,11 +89,23 @@ PROGRAM_OPS = frozenset(
 
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
+_fakes: dict[Any, Callable[..., Any]] = {}
 
 
 def _fake(name: str) -> Callable[[_Fake], _Fake]:
     """Register a fake kernel in our library."""
-    return _torch_library.register_fake(name, lib=_LIBRARY)
+
+    def register(kernel: _Fake) -> _Fake:
+        _fakes[getattr(_ops, name).default] = kernel
+        _torch_library.register_fake(f"zerofx::{name}", kernel, lib=_LIBRARY)
+        return kernel
+
+    return register
+
+
+def fake_kernel(op: Any) -> Callable[..., Any]:
+    """What computes `op` on fake tensors: our own kernel itself, without a dispatcher's detour."""
+    return _fakes[op] if op in _fakes else op
 
 
 def is_call(node: fx.Node, *ops: Any) -> bool:
@@ -161,54 +173,54 @@ def waits_of(start: fx.Node) -> list[fx.Node]:
     return [by_shard[shard] for shard in members(start) if shard in by_shard]
 
 
-@_fake("zerofx::unshard")
+@_fake("unshard")
 def _(shard: Tensor, size: list[int], layout: int, dtype: torch.dtype | None = None) -> Tensor:
     return shard.new_empty(size, dtype=dtype)
 
 
-@_fake("zerofx::reduce_grad")
+@_fake("reduce_grad")
 def _(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
     return shard.new_empty(shard.shape)
 
 
-@_fake("zerofx::unshard_start")
+@_fake("unshard_start")
 def _(shards: list[Tensor], layout: int, codec: str | None = None, keep: bool = False) -> Tensor:
     return shards[0].new_empty(0)
 
 
-@_fake("zerofx::unshard_wait")
+@_fake("unshard_wait")
 def _(pending: Tensor, shard: Tensor, size: list[int], dtype: torch.dtype | None = None) -> Tensor:
     return shard.new_empty(size, dtype=dtype)
 
 
-@_fake("zerofx::free")
+@_fake("free")
 def _(full: Tensor, layout: int) -> None:
     return None
 
 
-@_fake("zerofx::keep")
+@_fake("keep")
 def _(full: Tensor, shard: Tensor, layout: int) -> None:
     return None
 
 
-@_fake("zerofx::keep_shard")
+@_fake("keep_shard")
 def _(full: Tensor, shard: Tensor, layout: int) -> None:
     return None
 
 
-@_fake("zerofx::reduce_start")
+@_fake("reduce_start")
 def _(
     grads: list[Tensor], shards: list[Tensor], layout: int, codecs: list[str] | None = None
 ) -> Tensor:
     return grads[0].new_empty(0)
 
 
-@_fake("zerofx::reduce_wait")
+@_fake("reduce_wait")
 def _(pending: Tensor, shard: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return shard.new_empty(shard.shape, dtype=dtype or shard.dtype)
 
 
-@_fake("zerofx::sync_buffers")
+@_fake("sync_buffers")
 def _(buffers: list[Tensor], layout: int) -> None:
     return None
 

@@ -85,7 +85,6 @@ def run_passes(
             observer(program, each.name, plan)
     if check:
         verify(program, done, final=True)
-    program.module.recompile()
 
 
 def _failure(each: Pass, program: Program, done: Sequence[str], error: Exception) -> PassError:

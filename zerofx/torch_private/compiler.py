@@ -258,11 +258,15 @@ def where_dynamo_stopped(error: Exception) -> tuple[str, Sequence[FrameSummary]]
 _TORCH = os.path.dirname(torch.__file__)
 
 
-def run_boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Run a graph op by op; takes a list, which it empties, and drops values after last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    return module.forward
+def run_boxed(owner: nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:
+    """Run a graph op by op; takes a list, which it empties, and drops values after last use.
+
+    Args:
+        owner: holds the constants that it reads.
+        graph: returns a tuple.
+    """
+    graph.set_codegen(_BoxedCodeGen())
+    return fx.GraphModule(owner, graph).forward
 
 
 def skip_frames_of(function: Callable[..., Any]) -> None:
