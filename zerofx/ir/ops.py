@@ -89,7 +89,7 @@ PROGRAM_OPS = frozenset(
 
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
-_fakes: dict[Any, Callable[..., Any]] = {}
+_fakes: dict[Any, Any] = {}
 
 
 def _fake(name: str) -> Callable[[_Fake], _Fake]:
@@ -105,7 +105,7 @@ def _fake(name: str) -> Callable[[_Fake], _Fake]:
 
 def fake_kernel(op: Any) -> Callable[..., Any]:
     """What computes `op` on fake tensors: our own kernel itself, without a dispatcher's detour."""
-    return _fakes[op] if op in _fakes else op
+    return _fakes.get(op, op)
 
 
 def is_call(node: fx.Node, *ops: Any) -> bool:
