@@ -153,6 +153,43 @@ def test_placeholders_of_a_segment_have_unique_names() -> None:
     assert fx.GraphModule(segment.owner, segment.graph)(one, other)[0].tolist() == [9.0, 10.0]
 
 
+class Shortcut(nn.Module):
+    """Two convolutions of one input: a kernel's outputs are read far apart in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.wide = nn.Conv2d(4, 6, 3, padding=1, stride=2, bias=False)
+        self.short = nn.Conv2d(4, 6, 1, stride=2)
+        self.norm = nn.BatchNorm2d(6, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        return (F.relu(self.norm(self.wide(x))) + self.short(x)).square().mean()
+
+
+def _checked(module: fx.GraphModule, *_: Any) -> Any:
+    numbers = (Tensor, torch.SymInt, torch.SymFloat)
+    for node in (*module.graph.find_nodes(op="placeholder"), *module.graph.output_node().args[0]):
+        assert isinstance(node.meta["val"], numbers), f"{node} is {node.meta['val']}"
+    return _not_inductor(module)
+
+
+def _cut_everywhere(options: dict[str, Any]) -> None:
+    for stage in (1, 3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        by_parameter = {**INDUCTOR, "bucket_bytes": 1, **options}
+        pair = Pair(Shortcut().double(), stage, by_parameter, rtol=1e-9)
+        with patch.object(inner, "compile_with_inductor", _checked):
+            pair.train(lambda run, n: run(draw(4 + 2 * n, 3, 8, 8, seed=n).double()))
+
+
+@pytest.mark.parametrize("disable", [(), ("schedule",)])
+def test_tensors_and_numbers_cross_wherever_a_program_is_cut(disable: tuple[str, ...]) -> None:
+    run_ranks(2, _cut_everywhere, {"disable": disable})
+
+
 def test_outputs_of_one_kernel_cross_one_by_one() -> None:
     """Wherever a program is cut, what passes from one segment to another is no tuple."""
     graph = fx.Graph()
