@@ -69,7 +69,7 @@ def _is_large_constant(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor) or _is_impure(node):
         return False
-    if any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes):
+    if not all(isinstance(source.meta.get("val"), _SYMBOLS) for source in node.all_input_nodes):
         return False
     numel = value.numel()
     return not isinstance(numel, int) or numel > SMALL_NUMEL
