@@ -74,6 +74,101 @@ def test_a_step_has_all_of_its_micro_batches(tmp_path: Path) -> None:
     assert found["sent_bytes"] in (2 * 2 * shards, 2 * 3 * shards)
 
 
+_SEVERAL = """
+import sys, torch, torch.distributed as dist, zerofx
+from torch import nn
+dist.init_process_group("gloo")
+options = {"inner": "eager", "min_shard_numel": 0, "memory_budget": 0}
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.inner(x).relu()
+
+def models():
+    if sys.argv[1] == "blocks":  # one model; its blocks have one class and unlike widths
+        blocks = [Block(width) for width in (64, 32, 16)]
+        zerofx.shard(nn.ModuleList(blocks), zerofx.ZeroConfig(stage=3, **options))
+        for block in blocks:
+            block.compile(backend="zero3", options=options, dynamic=False)
+        return blocks
+    blocks = [Block(64), Block(32)]  # models of their own
+    stages = ["zero3", "zero3" if sys.argv[1] == "models" else "zero1"]
+    return [torch.compile(b, backend=s, options=options) for b, s in zip(blocks, stages)]
+
+runs = models()
+optimizer = torch.optim.SGD([p for run in runs for p in run.parameters()], lr=0.1)
+for _ in range(3):
+    x, loss = torch.ones(4, 64), 0
+    for run in runs:
+        x = run(x)
+        loss, x = loss + x.sum(), x[:, ::2]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "widths"), [("blocks", [64, 32, 16]), ("models", [64, 32]), ("stages", [64])]
+)
+def test_functions_that_models_share_are_counted_apart(
+    tmp_path: Path, what: str, widths: list[int]
+) -> None:
+    script = tmp_path / "several.py"
+    script.write_text(_SEVERAL)
+    done = explain("--world-size", "4", "--json", str(script), what)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    # Backward gathers no biases, and nothing of the first block, whose input has no gradient.
+    shards = [4 * (width * width + width) * 3 // 4 for width in widths]
+    weights = [4 * width * width * 3 // 4 for width in widths[1:]]
+    assert found["sent_bytes"] == 2 * sum(shards) + sum(weights)
+    assert {each["runs"] for each in found["collectives"]} == {1.0}
+    assert ("zero1" in found["captured"]["left_out"]) is (what == "stages")
+
+
+_SKIPPED = """
+import torch, torch.distributed as dist
+from torch import nn
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(8, 16, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0].square().mean()
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = Recurrent()
+    step = torch.compile(model, backend="zero3", options={"inner": "eager", "min_shard_numel": 0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(torch.ones(3, 7, 8)).backward()
+    optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("as_target", [False, True])
+def test_a_forward_that_dynamo_gives_up_names_line_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_target: bool
+) -> None:
+    script = tmp_path / "recurrent.py"
+    script.write_text(_SKIPPED)
+    monkeypatch.chdir(tmp_path)
+    target = ["--input", "float32[B,S,8]", "recurrent:Recurrent"]
+    done = explain(*target if as_target else [str(script)])
+    assert done.returncode != 0
+    assert "recurrent.py:11 in forward" in done.stderr and "allow_rnn" in done.stderr
+    assert "classes.py" not in done.stderr  # frames of zerofx are not the user's
+
+
 def test_under_torchrun_one_rank_prints() -> None:
     done = explain(SCRIPT, "3", ranks=True)
     assert done.returncode == 0, done.stderr[-3000:]

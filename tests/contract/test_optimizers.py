@@ -135,6 +135,9 @@ def _cache_keys() -> list[tuple[tuple[int, ...], str]]:
     return [(tuple(each.to_local().shape), each._stable_hash_for_caching()) for each in params]
 
 
+@pytest.mark.skipif(
+    not hasattr(DTensor, "_stable_hash_for_caching"), reason="torch has no such keys"
+)
 def test_ranks_with_other_rows_take_no_compiled_step_of_each_other() -> None:
     """By torch's key for `DTensor`s they would: AOTAutograd's cache serves all ranks."""
     one, other = run_ranks(2, _cache_keys)

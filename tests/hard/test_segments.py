@@ -110,7 +110,7 @@ class Aliasing(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         hidden = torch.tanh(self.linear(x))
         self.count += 1
-        self.trace.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        self.trace.mul_(0.9).add_(hidden.detach().mean(0) / 8)
         out = self.last(hidden) + self.trace
         return out, out.t(), hidden[:2], x.view(-1)
 

@@ -17,8 +17,9 @@ from zerofx.cli.targets import find_target
 from zerofx.config import Stage, ZeroConfig
 from zerofx.cost import machine as cost_machine
 from zerofx.debug.explain_text import as_data, as_text, why_data, why_text
-from zerofx.debug.explanation import Explanation, captured_of, explain_model, explanation_of
+from zerofx.debug.explanation import Explanation, explain_model, explanation_of
 from zerofx.debug.outcome import Setting
+from zerofx.debug.record import Recorder, captured_of
 from zerofx.debug.script import run_script
 from zerofx.errors import ConfigError
 from zerofx.frontend.planner import DATACENTER_GPU, Machine
@@ -123,11 +124,23 @@ def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
     return explanation_of(
         path.name,
         setting,
-        captured_of(done.recorder.graphs, done.seen),
+        captured_of(done.recorder.graphs, done.seen, left_out=_left_out(done.recorder)),
         done.recorder.training,
         measured=done.measured,
         changes=_asks_for_all(args),
         say=progress.step,
+    )
+
+
+def _left_out(recorder: Recorder) -> str:
+    others = recorder.others
+    if not others:
+        return ""
+    stages = {each.session.config.stage for each in others if each.session is not None}
+    names = ", ".join(f"zero{stage}" for stage in sorted(stages))
+    return (
+        f"{len(others)} graph{'s' * (len(others) > 1)} of models that have other options than the "
+        f"first one ({names}): explain a script that trains these alone"
     )
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch import fx, nn
+from torch import fx
 
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.breaks import find_break, function_named, read_words, shorten
 from zerofx.torch_private import Compilation
 
+_ZEROFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 UNCOMPILED = "is not compiled at all"
 _DYNAMIC = "torch._dynamo.mark_dynamic(input, dim) or dynamic=True, or pad inputs to a few lengths"
 
@@ -83,6 +85,7 @@ class Captured:
         breaks: where one graph ends and Python goes on.
         recompiles: functions that were compiled again.
         stopped: why the rest could not be rehearsed; empty if all of it was.
+        left_out: what is explained by none of the figures; empty if all is.
     """
 
     graphs: int
@@ -91,6 +94,7 @@ class Captured:
     breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
     stopped: str = ""
+    left_out: str = ""
 
 
 def break_of(module: fx.GraphModule) -> Break | None:
@@ -102,24 +106,31 @@ def break_of(module: fx.GraphModule) -> Break | None:
     return Break(place, found.reason, " ".join(found.remedies))
 
 
-def untrained(model: nn.Module, stopped: str) -> UnsupportedError:
-    """The error for a model of which no graph has a backward, and why its forward ended early."""
-    name = type(model).__name__
-    if stopped and any(param.requires_grad for param in model.parameters()):
-        return UnsupportedError(
-            f"forward of {name} fails with these inputs: {stopped}",
-            "give the inputs that it takes, in number, shape and dtype; their values are not known",
-        )
+def untrained(
+    what: str, seen: Iterable[Compilation], otherwise: tuple[str, str]
+) -> UnsupportedError:
+    """The error for a program of which no graph has a backward.
+
+    Args:
+        what: the program's name.
+        seen: what Dynamo compiled; what it gave up is the reason, if there is any.
+        otherwise: what to say and the remedy, if there is none.
+    """
+    breaks = list(dict.fromkeys(failed(seen)))
+    if not breaks:
+        return UnsupportedError(*otherwise)
     return UnsupportedError(
-        f"{name} has no backward to explain" + (f": {stopped}" if stopped else ""),
-        "give it trainable parameters, and a forward that uses them",
+        f"nothing of {what} that trains was captured: it runs outside of graphs, which costs one "
+        "gather for each parameter and is not predicted",
+        "; ".join(dict.fromkeys(each.remedy for each in breaks)),
+        [f"{each.place}: {each.place.code}: {each.reason}" for each in breaks],
     )
 
 
 def failed(compilations: Iterable[Compilation]) -> Iterator[Break]:
-    """Functions that Dynamo gave up: they run as plain Python."""
+    """The user's functions that Dynamo gave up: they run as plain Python."""
     for each in compilations:
-        if each.failure:
+        if each.failure and not each.filename.startswith(_ZEROFX):
             file, line = each.failed_at
             place = _place(file or each.filename, line or each.line, each.function)
             reason, remedies = read_words(each.failure)

@@ -125,6 +125,8 @@ def _captured(found: Captured) -> Iterator[str]:
     more = sum(max(0, len(p) - _MOST_PLACES) for p in (found.breaks, found.recompiles))
     if more:
         yield _row("", f"… and {more} more: --json lists them")
+    if found.left_out:
+        yield from _wrapped("left out", found.left_out)
     if found.stopped:
         yield from _wrapped(
             "stopped", f"behind the last graph Python wants more than shapes: {found.stopped}"

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
-from zerofx.debug.captured import Captured, failed, recompiles, untrained
+from zerofx.debug.captured import Captured, untrained
 from zerofx.debug.changes import Retrace, Search, search
 from zerofx.debug.decisions import Why, why
 from zerofx.debug.outcome import (
@@ -23,13 +23,12 @@ from zerofx.debug.outcome import (
     outcome_of,
     programs_of,
 )
-from zerofx.debug.record import GraphRecord, Texts
+from zerofx.debug.record import GraphRecord, Texts, captured_of
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.frontend.joint import dynamo_graphs
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_graph
 from zerofx.ir.spec import Region
 from zerofx.torch_private import (
-    Compilation,
     compilations,
     fake_copy,
     fake_mode,
@@ -145,7 +144,10 @@ def explain_model(
     seen = compilations(begin)
     records = _rehearsed(traced, setting.config)
     if not any(each.rehearsal for each in records):
-        raise untrained(model, traced.stopped)
+        # Fake tensors that are asked for values name the operation; other errors are the model's.
+        fails = traced.stopped and not traced.stopped.startswith("aten.")
+        otherwise = _no_backward(model, traced.stopped)
+        raise untrained(type(model).__name__, () if fails else seen, otherwise)
 
     def retrace(cast: torch.dtype | None, times: int) -> list[Rehearsal]:
         config = dataclasses.replace(setting.config, param_dtype=cast)
@@ -215,24 +217,17 @@ def explanation_of(
     )
 
 
-def captured_of(
-    records: Sequence[GraphRecord], seen: Sequence[Compilation], stopped: str = ""
-) -> Captured:
-    """Count and collect.
-
-    Args:
-        records: all graphs.
-        seen: what Dynamo says about its compilations meanwhile.
-        stopped: why the rest is not known.
-    """
-    ends = [each.ends for each in records if each.ends is not None]
-    return Captured(
-        len(records),
-        sum(each.rehearsal is not None for each in records),
-        sum(each.num_ops for each in records),
-        tuple(dict.fromkeys([*ends, *failed(seen)])),
-        tuple(recompiles(seen)),
-        stopped,
+def _no_backward(model: nn.Module, stopped: str) -> tuple[str, str]:
+    """What is wrong, and the remedy."""
+    name = type(model).__name__
+    if stopped and any(param.requires_grad for param in model.parameters()):
+        return (
+            f"forward of {name} fails with these inputs: {stopped}",
+            "give the inputs that it takes, in number, shape and dtype; their values are not known",
+        )
+    return (
+        f"{name} has no backward to explain" + (f": {stopped}" if stopped else ""),
+        "give it trainable parameters, and a forward that uses them",
     )
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.debug.captured import Break, break_of
+from zerofx.debug.captured import Break, Captured, break_of, failed, recompiles
 from zerofx.frontend.dump import Finished
 from zerofx.frontend.joint import copy_module
 from zerofx.frontend.rehearsal import Rehearsal, buffer_bytes
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.session import Session
-from zerofx.torch_private import frame_being_compiled
+from zerofx.torch_private import Compilation, frame_being_compiled
 
 
 @dataclasses.dataclass
@@ -48,6 +48,7 @@ class GraphRecord(Texts):
 
     Attributes:
         frame: which function Dynamo was compiling.
+        session: the sharded model that it belongs to, if it does.
         num_ops: operations in Dynamo's graph.
         ends: where it breaks, if it does.
         rehearsal: its programs before their own passes; `None` without a backward.
@@ -62,19 +63,30 @@ class GraphRecord(Texts):
         self.ends: Break | None = break_of(module)
         self.rehearsal: Rehearsal | None = None
         self.runs = self.nested = 0
-        self._session = session
+        self.session = session
         self._row, self._backwards = 0, -1
 
     def ran(self) -> None:
         """Count its forward."""
-        backwards = self._session.accumulation.begun if self._session is not None else 0
+        backwards = self.session.accumulation.begun if self.session is not None else 0
         self._row = self._row + 1 if backwards == self._backwards else 1
         self._backwards = backwards
         self.runs, self.nested = self.runs + 1, max(self.nested, self._row)
 
+    def is_version_of(self, other: GraphRecord) -> bool:
+        """Whether both are the same function of the same parameters, compiled again.
+
+        Models of one class, and blocks of one that are compiled alone, share their functions.
+        """
+        mine, theirs = self.rehearsal, other.rehearsal
+        if mine is None or theirs is None or self.frame != other.frame:
+            return False
+        same_model = self.session is other.session
+        return same_model and mine.forward.params.keys() == theirs.forward.params.keys()
+
     def cut(self, forward: Program, backward: Program) -> None:
         """Keep copies of both halves."""
-        session = self._session
+        session = self.session
         if session is None or not session.states:
             return
         params = tuple(state.spec for state in session.states)
@@ -94,41 +106,90 @@ class Recorder:
     """Records all graphs of one process; pass it to `watched_by`.
 
     Attributes:
-        graphs: in order of compilation, of functions compiled again the last version alone.
+        started: all that a backend was given, in order; Dynamo may begin one again.
         session: the first sharded model that was seen.
     """
 
-    graphs: list[GraphRecord] = dataclasses.field(default_factory=list[GraphRecord])
+    started: list[GraphRecord] = dataclasses.field(default_factory=list[GraphRecord])
     session: Session | None = None
 
     def __call__(self, module: fx.GraphModule, session: Session | None) -> GraphRecord:
         """A graph is about to be traced."""
         made = GraphRecord(module, session)
         self.session = self.session or session
-        self.graphs.append(made)
+        self.started.append(made)
         return made
 
     @property
+    def graphs(self) -> list[GraphRecord]:
+        """Those that ran."""
+        return [each for each in self.started if each.runs]
+
+    @property
     def training(self) -> list[GraphRecord]:
-        """Graphs with a backward; of each function the version that was compiled last."""
-        found = {each.frame: each for each in self.graphs if each.rehearsal is not None}
-        return list(found.values())
+        """Graphs with a backward, of models that have the first one's options.
+
+        Of each function and its parameters the version that was compiled last.
+        """
+        found: list[GraphRecord] = []
+        for each in self.graphs:
+            if self._is_alike(each):
+                found = [*(one for one in found if not each.is_version_of(one)), each]
+        return found
+
+    @property
+    def others(self) -> list[GraphRecord]:
+        """Graphs with a backward of models that have other options."""
+        trained = [each for each in self.graphs if each.rehearsal is not None]
+        return [each for each in trained if not self._is_alike(each)]
+
+    def _is_alike(self, graph: GraphRecord) -> bool:
+        first, own = self.session, graph.session
+        if graph.rehearsal is None or first is None or own is None:
+            return False
+        return own.config == first.config
 
     def count(self, steps: int) -> None:
-        """Say of each of these how often a step ran it, all versions together.
+        """Say of each of `training` how often a step ran it, all versions together.
 
         Args:
             steps: of all optimizers.
         """
         for last in self.training:
-            versions = [each for each in self.graphs if each.frame == last.frame]
-            runs = sum(each.runs for each in versions if each.rehearsal is not None)
+            versions = [each for each in self.graphs if each.is_version_of(last)]
+            runs = sum(each.runs for each in versions)
             assert last.rehearsal is not None
             last.rehearsal = dataclasses.replace(
                 last.rehearsal,
                 runs=runs / steps if runs and steps else 1.0,
                 nested=max(1, *(each.nested for each in versions)),
             )
+
+
+def captured_of(
+    records: Sequence[GraphRecord],
+    seen: Sequence[Compilation],
+    stopped: str = "",
+    left_out: str = "",
+) -> Captured:
+    """Count and collect.
+
+    Args:
+        records: all graphs.
+        seen: what Dynamo says about its compilations meanwhile.
+        stopped: why the rest is not known.
+        left_out: what no figure counts.
+    """
+    ends = [each.ends for each in records if each.ends is not None]
+    return Captured(
+        len(records),
+        sum(each.rehearsal is not None for each in records),
+        sum(each.num_ops for each in records),
+        tuple(dict.fromkeys([*ends, *failed(seen)])),
+        tuple(recompiles(seen)),
+        stopped,
+        left_out,
+    )
 
 
 def _copied(program: Program) -> Program:

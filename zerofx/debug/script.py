@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zerofx.debug.captured import untrained
 from zerofx.debug.explanation import Measured
 from zerofx.debug.record import Recorder
 from zerofx.errors import UnsupportedError, ZeroFxError
@@ -90,16 +91,15 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
         ) from error
     finally:
         handle.remove()
-    if not recorder.training:
-        raise UnsupportedError(
-            f"{script} trained nothing that a zerofx backend compiled",
-            'compile the model with torch.compile(model, backend="zero3") and take a step or two',
-        )
-    recorder.count(clock.steps)
     seen = compilations(begin)
+    if not recorder.training:
+        nothing = f"{script} trained nothing that a zerofx backend compiled in the main thread"
+        raise untrained(script.name, seen, (nothing, _COMPILE))
+    recorder.count(clock.steps)
     return Run(recorder, tuple(seen), _measured(clock.seconds, seen))
 
 
+_COMPILE = 'compile the model with torch.compile(model, backend="zero3") and take a step or two'
 _ALONE = "run it without explain first; --debug shows where"
 
 

@@ -144,7 +144,7 @@ def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
     found = read_break(words, frames)
     return UnsupportedError(
         f"{name} does not run as one graph: {found.reason}",
-        " ".join((*found.remedies, _ONE_GRAPH)),
+        f"{'; '.join(found.remedies)}. {_ONE_GRAPH}" if found.remedies else _ONE_GRAPH,
         [f"{found.file}:{found.line} in {found.function}: {found.code}"],
     )
 

@@ -16,10 +16,9 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.joint import copy_module
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
-from zerofx.torch_private import is_checkpoint_call, memory_of
+from zerofx.torch_private import is_checkpoint_call, is_dtensor_call, memory_of
 
 _SPARSE_ARGUMENT: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
-_OF_DTENSOR = ("to_local", "full_tensor", "redistribute")
 
 Parameters = dict[fx.Node, ParamSpec]
 
@@ -168,6 +167,4 @@ def _is_sparse(user: fx.Node) -> bool:
 
 
 def _takes_dtensor(user: fx.Node) -> bool:
-    if user.op == "call_method" and user.target in _OF_DTENSOR:
-        return True
-    return user.op == "output" or is_checkpoint_call(user)
+    return user.op == "output" or is_checkpoint_call(user) or is_dtensor_call(user)

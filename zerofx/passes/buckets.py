@@ -109,9 +109,9 @@ def bucket_facts(bucket: Bucket, role: Role) -> Facts:
 
 
 def _block(spec: ParamSpec) -> str:
-    """The outermost numbered ancestor: `layers.3` of `layers.3.mlp.weight`; else empty."""
+    """The outermost numbered ancestor, `layers.3` of `layers.3.mlp.weight`; else its module."""
     parts = spec.name.split(".")[:-1]
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), -1)
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])
 
 

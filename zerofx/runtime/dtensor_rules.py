@@ -17,16 +17,16 @@ from torch.distributed.tensor.experimental import register_sharding
 from zerofx.runtime.handles import sessions_on
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
-    copy_foreach,
     count_foreach_zero,
     foreach_by_default,
+    foreach_one_by_one,
     read_scalars_whole,
 )
 
 # `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
 count_foreach_zero()
 # Rprop with `foreach`, which is its default on GPUs, and averages of weights.
-copy_foreach()
+foreach_one_by_one()
 foreach_by_default(*KINDS)
 
 

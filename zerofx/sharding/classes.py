@@ -27,6 +27,7 @@ from zerofx.torch_private import (
     backward_id,
     below_transforms,
     inside_transform,
+    local_part,
     skip_frames_of,
 )
 
@@ -87,7 +88,8 @@ def read_full(param: Tensor, layout: int, dtype: torch.dtype | None) -> Tensor:
     """The full value of a sharded parameter, differentiable; communicates when run eagerly."""
     value: Any = param
     # Naming the gradient's placements, which are these, would cost a guard of each parameter.
-    return UNSHARD(value.to_local(), value.shape, layout, dtype)
+    shard = value.to_local() if torch.compiler.is_compiling() else local_part(value)
+    return UNSHARD(shard, value.shape, layout, dtype)
 
 
 def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import fx
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 
@@ -52,3 +53,15 @@ def frame_being_compiled() -> int:
     """Which frame of this process Dynamo compiles now; -1: none."""
     found = CompileContext.current_compile_id()
     return -1 if found is None or found.frame_id is None else found.frame_id
+
+
+def is_dtensor_call(node: fx.Node) -> bool:
+    """Whether `node` of a Dynamo graph calls what only a `DTensor` has: `to_local` and its like."""
+    if node.op == "call_method":
+        return node.target in _DTENSOR_METHODS
+    # Up to torch 2.11 Dynamo hides arguments that are no tensors in a function that it makes.
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name.removeprefix("prim_") in _DTENSOR_METHODS
+
+
+_DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -71,14 +72,21 @@ def _count(written: list[Tensor]) -> None:
     torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
 
 
-def copy_foreach() -> None:
-    """Let `torch._foreach_copy_` work on `DTensor`s, for which torch 2.11 to 2.13 have no rule."""
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._foreach_copy_.default] = _copy_each
+def foreach_one_by_one() -> None:
+    """Let `torch._foreach_copy_` work on `DTensor`s, and in torch 2.11 `_foreach_sign_`.
+
+    Torch 2.11 to 2.13 have no rule for them.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._foreach_copy_.default] = partial(_one_by_one, Tensor.copy_)
+    handlers[torch.ops.aten._foreach_sign_.default] = partial(_one_by_one, Tensor.sign_)
 
 
-def _copy_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for into, value in zip(*args[:2], strict=True):
-        into.copy_(value)
+def _one_by_one(
+    op: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    for operands in zip(*args[:2], strict=True):
+        op(*operands)
     _count(args[0])
 
 
@@ -86,6 +94,28 @@ def foreach_by_default(*kinds: type[DTensor]) -> None:
     """Let optimizers and clipping take `foreach` on GPUs, as they do for `DTensor` itself."""
     for supported in (_OF_OPTIMIZERS, _OF_CLIPPING):
         supported.extend(kinds)
+
+
+def local_part(value: DTensor) -> Tensor:
+    """`value.to_local()`, differentiable twice: torch 2.11 forgets how it got to the gradient."""
+    local: Tensor = _LocalPart.apply(value)
+    return local
+
+
+class _LocalPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: DTensor) -> Tensor:
+        ctx.spec = value._spec
+        return value._local_tensor.view_as(value._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        spec = ctx.spec
+        shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+        mesh, placements = spec.mesh, spec.placements
+        return DTensor.from_local(
+            grad, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
 
 def stated_dtype(value: DTensor) -> torch.dtype:
