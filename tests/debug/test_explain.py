@@ -282,30 +282,3 @@ def test_codes_and_hops_of_collectives() -> None:
     assert reduce.across_bytes < reduce.wire_bytes / 4, "half as long codes between nodes"
     _, inside = found(quantize_weights="int8x64", secondary_shards="codes")
     assert inside["unshardbackward"].across_bytes == 0 < inside["unshardbackward"].scale_bytes
-
-
-class Named(nn.Module):
-    """Layers that are attributes with names, or items of a list."""
-
-    def __init__(self, listed: bool) -> None:
-        super().__init__()
-        layers = [nn.Linear(64, 64) for _ in range(8)]
-        if listed:
-            self.layers = nn.ModuleList(layers)
-        else:
-            for name, layer in zip("abcdefgh", layers, strict=True):
-                self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers if hasattr(self, "layers") else self.children():
-            x = layer(x).relu()
-        return x.sum()
-
-
-def test_layers_without_numbers_share_no_larger_buckets() -> None:
-    config = zerofx.ZeroConfig(inner="eager", dump="")
-    named, listed = (
-        zerofx.explain(Named(each), torch.zeros(4, 64), config=config, machine=MACHINE).outcome
-        for each in (False, True)
-    )
-    assert named == listed

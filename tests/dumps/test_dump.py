@@ -7,12 +7,17 @@ import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tests.dumps.everything import model, step
 from tests.dumps.processes import torchrun
 from tests.ranks import run_ranks
+from zerofx.frontend.capture import Capture
 from zerofx.frontend.report import VERSION
 from zerofx.passes import Editor, Pass, Program, Region, print_program
 
@@ -185,3 +190,35 @@ def _texts(stage: int) -> list[str]:
 def test_ranks_print_the_same_text_although_shards_are_uneven(stage: int) -> None:
     first, second = run_ranks(2, _texts, stage)
     assert len(first) == 3 and first == second
+
+
+class _Drops(nn.Module):
+    """Dynamo first takes the rate for a symbol, and begins again with a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last, self.rate = nn.LayerNorm(8), nn.Linear(8, 4), 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(self.norm(x), self.rate)).square().mean()
+
+
+def _dumped(folder: str) -> tuple[int, list[str]]:
+    calls: list[int] = []
+    capture = Capture.compile
+
+    def count(*args: Any) -> Any:
+        calls.append(0)
+        return capture(*args)
+
+    options = {"inner": "eager", "min_shard_numel": 0, "dump": folder}
+    with patch.object(Capture, "compile", count):
+        run: Any = torch.compile(_Drops(), backend="zero3", dynamic=True, options=options)
+        run(torch.ones(3, 8)).backward()
+    return len(calls), [each.name for each in Path(folder).glob("graph*/report.json")]
+
+
+def test_a_graph_that_dynamo_begins_again_is_one_graph(tmp_path: Path) -> None:
+    ((calls, reports),) = run_ranks(1, _dumped, str(tmp_path))
+    assert calls == 2 and len(reports) == 1
+    assert len(list(tmp_path.glob("graph*"))) == 1

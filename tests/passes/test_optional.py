@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import zerofx
 from tests.passes.models import close, compile_all, data_for, expected, layout_for, step
 from tests.program_builder import Model, Read, specs_of
 from zerofx.config import ZeroConfig
@@ -117,3 +118,30 @@ def test_schedule_makes_fewer_segments() -> None:
 
     for scheduled, plain in zip(compiled(), compiled(disable=("schedule",)), strict=True):
         assert num_cuts(scheduled) < num_cuts(plain)
+
+
+class Named(nn.Module):
+    """Layers that are attributes with names, or items of a list."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        layers = [nn.Linear(64, 64) for _ in range(8)]
+        if listed:
+            self.layers = nn.ModuleList(layers)
+        else:
+            for name, layer in zip("abcdefgh", layers, strict=True):
+                self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers if hasattr(self, "layers") else self.children():
+            x = layer(x).relu()
+        return x.sum()
+
+
+def test_layers_without_numbers_share_no_larger_buckets() -> None:
+    config = zerofx.ZeroConfig(inner="eager", dump="")
+    named, listed = (
+        zerofx.explain(Named(each), torch.zeros(4, 64), config=config, world_size=4).outcome
+        for each in (False, True)
+    )
+    assert named == listed

@@ -42,9 +42,16 @@ from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
 from zerofx.runtime.session import Session
-from zerofx.torch_private import inductor_joint_passes, min_cut, trace_and_compile
+from zerofx.torch_private import (
+    DynamoStartsAgain,
+    inductor_joint_passes,
+    min_cut,
+    trace_and_compile,
+)
 
 _numbers = itertools.count()
+_unused: list[int] = []
+"""Numbers of graphs that Dynamo took back."""
 
 
 class Capture:
@@ -82,11 +89,18 @@ class Capture:
         self._setting = _setting(config, session)
         self._journal = session.journal if session else None
         readers = [watcher] if watcher else []
-        number = next(_numbers)
-        self._dump = dump_for(config.dump, number, self.passes, self._setting, readers)
+        self._number = _unused.pop() if _unused else next(_numbers)
+        self._dump = dump_for(config.dump, self._number, self.passes, self._setting, readers)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
+        try:
+            return self._compile(module, example_inputs)
+        except DynamoStartsAgain:
+            _unused.append(self._number)
+            raise
+
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._dump is not None:
             self._dump.graph(module)
         refuse_uses(module, self.inputs.params)

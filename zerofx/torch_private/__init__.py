@@ -6,6 +6,7 @@ Modules: captured, compiler, distributed, given, tensors, turns.
 
 from zerofx.torch_private.captured import (
     Compilation,
+    DynamoStartsAgain,
     compilations,
     frame_being_compiled,
     is_dtensor_call,
@@ -76,6 +77,7 @@ from zerofx.torch_private.turns import in_turns
 __all__ = [
     "Compilation",
     "DispatchMode",
+    "DynamoStartsAgain",
     "FakeMode",
     "all_gather_flat",
     "backend_of",

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+
+DynamoStartsAgain = RestartAnalysis
+"""Leaves a backend when Dynamo will give it another graph of the same function instead."""
 
 
 @dataclasses.dataclass(frozen=True)
