@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +162,24 @@ def _state_dict_names() -> list[str]:
 def test_state_dicts_of_the_plain_model_have_plain_names() -> None:
     names = run_ranks(2, _state_dict_names)[0]
     assert not any("_orig_mod" in name for name in names)
+
+
+def _averaged_buffers(stage: int) -> None:
+    """Parameters are `DTensor`s and buffers are not; one call of torch averages both."""
+    how: Any = {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True}
+    plain, model = (torch.nn.Sequential(net(), torch.nn.BatchNorm1d(5)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    zerofx.shard(model, zerofx.ZeroConfig(stage=stage, inner="eager", min_shard_numel=0))
+    averages = [AveragedModel(each, **how) for each in (model, plain)]
+    for average, each in zip(averages, (model, plain), strict=True):
+        for _ in range(2):
+            average.update_parameters(each)
+            with torch.no_grad():
+                for value in (*each.parameters(), *each.buffers()):
+                    value.add_(1)
+    same(*averages)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_averages_of_buffers_too(stage: int) -> None:
+    run_ranks(2, _averaged_buffers, stage)

@@ -289,3 +289,11 @@ def test_passes_of_ones_own_go_along() -> None:
     sizes = {"zero_optimization.stage": 2, "zero_optimization.reduce_bucket_size": 8}
     recipe = _translate({**BASE, **sizes}, passes=passes)
     assert [as_change(each).name for each in recipe.config.passes] == ["fuse_reduces", "schedule"]
+
+
+@pytest.mark.parametrize("section", ["moe", "amp", "elasticity", "autotuning", "flops_profiler"])
+def test_enabled_sections_are_refused(section: str) -> None:
+    rest = {"train_micro_batch_size_per_gpu": 2}
+    with pytest.raises(UnsupportedError, match=section):
+        zerofx.from_deepspeed({**rest, section: {"enabled": True, "more": 1}}, world_size=1)
+    zerofx.from_deepspeed({**rest, section: {"enabled": False, "more": 1}}, world_size=1)

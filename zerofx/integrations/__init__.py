@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from zerofx.integrations.embeddings import resize_token_embeddings
     from zerofx.integrations.lightning import ZeroStrategy
     from zerofx.integrations.recipe import auto_values
-    from zerofx.integrations.trainer import Trainer, TrainerMixin
+    from zerofx.integrations.trainer import Trainer, TrainerMixin, TrainingArguments
 
 __all__ = [
     "Accelerator",
     "Trainer",
     "TrainerMixin",
+    "TrainingArguments",
     "ZeroStrategy",
     "auto_values",
     "resize_token_embeddings",
@@ -35,6 +36,7 @@ _HOMES = {
     "Accelerator": ("accelerator", "hf", ("accelerate",)),
     "Trainer": ("trainer", "hf", ("accelerate", "transformers")),
     "TrainerMixin": ("trainer", "hf", ("accelerate", "transformers")),
+    "TrainingArguments": ("trainer", "hf", ("accelerate", "transformers")),
     "ZeroStrategy": ("lightning", "lightning", ("lightning",)),
     "auto_values": ("recipe", "", ()),
     "resize_token_embeddings": ("embeddings", "", ()),

@@ -35,17 +35,48 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         plain.save_pretrained(folder, state_dict=state)
 
 
+def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
+    """Read adapters into a PEFT model that has them already; every rank calls it.
+
+    Returns:
+        Whether the folder holds any, and the model is one of PEFT.
+    """
+    plain = _peft_model(model)
+    if plain is None:
+        return False
+    peft: Any = importlib.import_module("peft")
+    found = False
+    for adapter in plain.peft_config:
+        # PEFT writes the adapter "default" into the folder itself, others below it.
+        place = os.path.join(folder, adapter if adapter != "default" else "")
+        if any(os.path.isfile(os.path.join(place, f"adapter_model.{end}")) for end in _ENDINGS):
+            state = peft.load_peft_weights(place, device="cpu")
+            peft.set_peft_model_state_dict(plain, state, adapter_name=adapter)
+            found = True
+    return found
+
+
+_ENDINGS = ("safetensors", "bin")
+
+
+def _peft_model(model: nn.Module) -> Any:
+    """The model itself if it is one of PEFT, else `None`."""
+    if importlib.util.find_spec("peft") is None:
+        return None
+    peft: Any = importlib.import_module("peft")
+    plain: Any = unwrap_compiled(model)
+    return plain if isinstance(plain, peft.PeftModel) else None
+
+
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     """Full values of the adapters on rank 0, by their names in the model.
 
     Every rank calls it; other ranks get an empty dict, and models without adapters `None`.
     """
-    if importlib.util.find_spec("peft") is None:
+    plain = _peft_model(model)
+    if plain is None:
         return None
     peft: Any = importlib.import_module("peft")
-    plain: Any = unwrap_compiled(model)
-    if not isinstance(plain, peft.PeftModel):
-        return None
     state = get_model_state_dict(plain)
     chosen: set[int] = set()
     for adapter in plain.peft_config:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from zerofx.api import unshard
+from zerofx.sharding.old_handles import holders_of
 from zerofx.torch_private import unwrap_compiled
 
 
@@ -14,8 +15,8 @@ def resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> nn.M
     """`model.resize_token_embeddings(…)` of a sharded model of transformers.
 
     Every rank calls it, and holds the whole embeddings until the next forward shards the new ones;
-    rows that ranks make differently become rank 0's. As without zerofx, optimizers that were built
-    before know nothing of the new parameters.
+    rows that ranks make differently become rank 0's. Optimizers go on with the new parameters; what
+    they remember of the old ones, which had other shapes, is dropped.
 
     Args:
         model: sharded, compiled or not.
@@ -37,7 +38,21 @@ def resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> nn.M
             key: nn.Parameter(value, requires_grad=param.requires_grad)
             for (key, param), value in zip(params.items(), values.values(), strict=True)
         }
+    names = {
+        name: param
+        for name, param in plain.named_parameters(remove_duplicate=False)
+        if id(param) in params
+    }
+    holders = holders_of(list(params.values()))
     for module in modules:
         for name, param in list(module.named_parameters()):
             setattr(module, name, whole[id(param)])
-    return plain.resize_token_embeddings(*args, **kwargs)
+    resized: nn.Module = plain.resize_token_embeddings(*args, **kwargs)
+    found = dict(plain.named_parameters(remove_duplicate=False))
+    replaced = {id(old): found[name] for name, old in names.items()}
+    for optimizer in holders.optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [replaced.get(id(each), each) for each in group["params"]]
+        for old in params.values():
+            optimizer.state.pop(old, None)
+    return resized

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping
@@ -17,15 +18,28 @@ from zerofx import checkpoint as sharded
 from zerofx.config import ZeroConfig
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.accelerator import Accelerator
-from zerofx.integrations.adapters import adapter_state_dict
+from zerofx.integrations.adapters import adapter_state_dict, load_adapters
 from zerofx.integrations.deepspeed.recipe import Recipe
-from zerofx.integrations.recipe import agreed_config
+from zerofx.integrations.recipe import agreed_config, auto_values
 
 _FOLDER = "zerofx"
 _SCHEDULER = "scheduler.pt"
 
 # What a mixin stands on is known where it is mixed in.
 _Base: Any = object
+
+
+@dataclasses.dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """transformers' own, whose `--deepspeed FILE` is for zerofx: DeepSpeed need not be there.
+
+    Keys that the file gives as "auto" are those of the other arguments.
+    """
+
+    def __post_init__(self) -> None:
+        # transformers would import DeepSpeed and hand training over to it.
+        self.zero_file, self.deepspeed = self.deepspeed, None
+        super().__post_init__()
 
 
 class TrainerMixin(_Base):
@@ -35,8 +49,9 @@ class TrainerMixin(_Base):
     weights once more, are in the folder `zerofx`, in the format of `torch.distributed.checkpoint`.
 
     Args:
-        zero: stage and options, stage 3 by default; or what `zerofx.from_deepspeed` returns, whose
-            optimizer, schedule and loss scaling are used if its file names them.
+        zero: stage and options; or what `zerofx.from_deepspeed` returns, whose optimizer, schedule
+            and loss scaling are used if its file names them. By default the file that
+            `TrainingArguments` of this package names (`--deepspeed`), else stage 3.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
         args, kwargs: those of the trainer.
 
@@ -59,6 +74,9 @@ class TrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Put zerofx's accelerator in the place of the one that transformers makes."""
         _refuse_rivals(self.args)
+        named = getattr(self.args, "zero_file", None)
+        if named and self._recipe is None and self._zero is None:
+            self._recipe = zerofx.from_deepspeed(named, auto=auto_values(self.args))
         super().create_accelerator_and_postprocess()
         scaler = None
         if self._recipe is not None:
@@ -144,7 +162,7 @@ class TrainerMixin(_Base):
         best = Path(str(self.state.best_model_checkpoint))
         if (best / _FOLDER).is_dir():
             sharded.load(best / _FOLDER, self.model)
-        else:
+        elif not load_adapters(self.model, best):
             zerofx.load_safetensors(self.model, best)
 
 
@@ -159,7 +177,11 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
 
 def _refuse_rivals(args: transformers.TrainingArguments) -> None:
     rivals = [
-        (args.deepspeed, "deepspeed", "Trainer(zero=zerofx.from_deepspeed(path, …))"),
+        (
+            args.deepspeed,
+            "deepspeed",
+            "take zerofx.integrations.TrainingArguments, which reads the file",
+        ),
         (args.fsdp, "fsdp", "leave it out"),
         (args.torch_compile, "torch_compile", "leave it out: zerofx compiles the model"),
         (args.n_gpu > 1, f"n_gpu={args.n_gpu}", "start one process per GPU with torchrun"),

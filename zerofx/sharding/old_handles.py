@@ -114,7 +114,7 @@ def refuse_optimizers(optimizers: list[Optimizer]) -> None:
 
 def _needs_more(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
-    if isinstance(optimizer, (LBFGS, Adafactor)):
+    if isinstance(optimizer, LBFGS) or name == Adafactor.__name__:  # transformers has its own
         return name
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return f"{name}(fused=True)" if fused and isinstance(optimizer, (SGD, Adagrad)) else ""

@@ -63,7 +63,7 @@ _FOREACH_ZERO = torch.ops.aten._foreach_zero_.default
 
 def _zero_and_count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     values: list[Tensor] = args[0]
-    torch._foreach_zero_([v._local_tensor if isinstance(v, DTensor) else v for v in values])
+    torch._foreach_zero_(_locals(values))
     _count(values)
 
 
@@ -75,11 +75,13 @@ def _count(written: list[Tensor]) -> None:
 def foreach_one_by_one() -> None:
     """Let `torch._foreach_copy_` work on `DTensor`s, and in torch 2.11 `_foreach_sign_`.
 
-    Torch 2.11 to 2.13 have no rule for them.
+    Torch 2.11 to 2.13 have no rule for them. Nor do they mix `DTensor`s and plain tensors, as
+    averages of parameters and buffers do.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._foreach_copy_.default] = partial(_one_by_one, Tensor.copy_)
-    handlers[torch.ops.aten._foreach_sign_.default] = partial(_one_by_one, Tensor.sign_)
+    handlers, aten = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten
+    handlers[aten._foreach_copy_.default] = partial(_one_by_one, Tensor.copy_)
+    handlers[aten._foreach_sign_.default] = partial(_one_by_one, Tensor.sign_)
+    handlers[aten._foreach_lerp_.Scalar] = _lerp_each
 
 
 def _one_by_one(
@@ -88,6 +90,26 @@ def _one_by_one(
     for operands in zip(*args[:2], strict=True):
         op(*operands)
     _count(args[0])
+
+
+def _lerp_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    starts, ends, weight = args
+    if all(map(_lie_alike, starts, ends)):
+        torch._foreach_lerp_(_locals(starts), _locals(ends), weight)
+    else:
+        for start, end in zip(starts, ends, strict=True):
+            start.lerp_(end, weight)
+    _count(starts)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return isinstance(one, DTensor) is isinstance(other, DTensor)
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
+
+
+def _locals(values: list[Tensor]) -> list[Tensor]:
+    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
 
 
 def foreach_by_default(*kinds: type[DTensor]) -> None:

@@ -161,8 +161,10 @@ def _check_served(used: Mapping[str, Any]) -> None:
 
 def _is_off(key: Key, value: Any) -> bool:
     if isinstance(value, Mapping):
-        if "enabled" in value or "device" in value:
-            return value.get("enabled") is False or value.get("device") in ("none", None, "auto")
+        if "enabled" in value and not value["enabled"]:
+            return True
+        if "device" in value:
+            return value["device"] in ("none", None, "auto")
         return not any(value.values())
     if key.off:
         return value is None or any(value == off and type(value) is type(off) for off in key.off)

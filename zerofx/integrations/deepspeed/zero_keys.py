@@ -5,7 +5,9 @@ from __future__ import annotations
 from zerofx.integrations.deepspeed.key import Key, keys
 
 _ZERO = [
-    Key("zero_optimization.stage", "honoured", "option `stage`; by default 0", "count"),
+    Key(
+        "zero_optimization.stage", "honoured", "option `stage`; by default 0", "count", needed=True
+    ),
     Key("zero_optimization.overlap_comm", "honoured", "false: leaves out pass `schedule`", "bool"),
     Key(
         "zero_optimization.reduce_bucket_size",
