@@ -83,7 +83,9 @@ def plan_buckets(
     buckets = [
         bucket
         for items in alike.values()
-        for bucket in _join(_runs(program, items, target_bytes), target_bytes)
+        for bucket in _join(
+            _merge_unnumbered(_runs(program, items, target_bytes), target_bytes), target_bytes
+        )
     ]
     return BucketPlan(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
 
@@ -129,6 +131,32 @@ def _runs(
         else:
             runs.append(_Run(block, [start], size))
     return runs
+
+
+def _merge_unnumbered(runs: Sequence[_Run], target_bytes: int) -> list[_Run]:
+    """Neighbours without numbers become one as far as they fit, or as one is large, others small.
+
+    A table of positions travels with the large table of words, and not with the first of equal
+    layers, which would be unlike the others then.
+    """
+    merged: list[_Run] = []
+    largest = 0
+    for run in runs:
+        last = merged[-1] if merged else None
+        largest = max(largest, run.full_bytes)
+        total = run.full_bytes + (last.full_bytes if last else 0)
+        fits = total <= target_bytes or total - largest <= target_bytes // _SPLIT
+        if last is not None and not _is_numbered(last) and not _is_numbered(run) and fits:
+            name = f"{last.block.partition('–')[0]}–{run.block}"
+            merged[-1] = _Run(name, [*last.starts, *run.starts], total)
+        else:
+            merged.append(run)
+            largest = run.full_bytes
+    return merged
+
+
+def _is_numbered(run: _Run) -> bool:
+    return any(part.isdigit() for part in run.block.split("."))
 
 
 def _join(runs: Sequence[_Run], target_bytes: int) -> list[Bucket]:
