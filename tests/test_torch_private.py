@@ -21,6 +21,9 @@ SOURCES = sorted((Path(zerofx.__file__).parent / "torch_private").glob("*.py"))
 OWNERS = {
     "_boxed_call": None,  # set, not read
     "_cdata": "torch.UntypedStorage",
+    "_foreach_copy_": "torch.ops.aten",
+    "_foreach_lerp_": "torch.ops.aten",
+    "_foreach_sign_": "torch.ops.aten",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_op_type": "torch.distributed.Work",
     "_schema": "torch.ops.aten.add.Tensor",
