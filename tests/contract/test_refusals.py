@@ -149,7 +149,12 @@ def test_process_groups() -> None:
 
 def _optimizers() -> None:
     fused = functools.partial(torch.optim.SGD, fused=True)
-    for kind, name in ((LBFGS, "LBFGS"), (Adafactor, "Adafactor"), (fused, "SGD(fused=True)")):
+    for kind, name in (
+        (LBFGS, "LBFGS"),
+        (Adafactor, "Adafactor"),
+        (fused, "SGD(fused=True)"),
+        (torch.optim.Rprop, "Rprop(foreach=False)"),
+    ):
         model = net()
         optimizer = kind(model.parameters())
         with refused(name, kind=UnsupportedError):

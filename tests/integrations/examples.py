@@ -20,6 +20,8 @@ _RANGE = {**BASE, "scheduler.type": "LRRangeTest"}
 _CSV = {**BASE, "csv_monitor.enabled": True}
 _BOARD = {**BASE, "tensorboard.enabled": True}
 _WANDB = {**BASE, "wandb.enabled": True}
+_COMET = {**BASE, "comet.enabled": True}
+_CODED = {**_STAGE_3, "zero_optimization.zero_quantized_gradients": True}
 _CYCLE = {
     **BASE,
     "scheduler.type": "OneCycle",
@@ -98,6 +100,16 @@ HONOURED: dict[str, Pair] = {
     "wandb.group": (_WANDB, "one", "other"),
     "wandb.team": (_WANDB, "one", "other"),
     "wandb.project": (_WANDB, "one", "other"),
+    "comet.enabled": (BASE, False, True),
+    "comet.project": (_COMET, "one", "other"),
+    "comet.workspace": (_COMET, "one", "other"),
+    "comet.api_key": (_COMET, "one", "other"),
+    "comet.experiment_name": (_COMET, "one", "other"),
+    "comet.experiment_key": (_COMET, "one", "other"),
+    "comet.mode": (_COMET, "get", "create"),
+    "comet.online": (_COMET, False, True),
+    "comet.samples_log_interval": (_COMET, 1, 100),
+    "gradient_allreduce_op": (BASE, "mean", "sum"),
     "dump_state": (BASE, False, True),
     "dataloader_drop_last": (BASE, False, True),
     "scheduler.params.last_batch_iteration": (_WARMUP, -1, 3),
@@ -114,6 +126,8 @@ HONOURED: dict[str, Pair] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (_STAGE_3, False, True),
     "zero_optimization.zero_quantized_weights": (_STAGE_3, False, True),
     "zero_optimization.zero_quantized_gradients": (_STAGE_3, False, True),
+    "zero_optimization.zero_quantized_nontrainable_weights": (_STAGE_3, False, True),
+    "zero_optimization.zeropp_loco_param": (_CODED, None, {"err_beta": 0.8, "reset_T": 1024}),
     "zero_optimization.zero_hpz_partition_size": (_STAGE_3, 1, 2),
     "zero_optimization.mics_shard_size": (_STAGE_3, 2, 4),
 }

@@ -87,7 +87,7 @@ class Loop:
         data = accelerate.skip_first_batches(self.data, first) if first else self.data
         for place, (x, y) in enumerate(data, first):
             if place == save[0]:
-                self.accelerator.save_state(save[1])
+                self.accelerator.save_state(save[1], safe_serialization=True)
             with self.accelerator.accumulate(self.model):
                 loss = F.mse_loss(self.model(x), y)
                 self.accelerator.backward(loss)

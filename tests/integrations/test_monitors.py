@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import nn
 import zerofx
 from tests.integrations.examples import BASE, nested
 from zerofx.errors import MissingPackageError
+from zerofx.integrations.deepspeed.report import StepReport
 
 
 def test_figures_go_to_monitors(tmp_path: Path) -> None:
@@ -36,10 +40,31 @@ def test_figures_go_to_monitors(tmp_path: Path) -> None:
     }
 
 
-def test_a_monitor_without_its_package_is_refused() -> None:
-    if importlib.util.find_spec("wandb"):
+@pytest.mark.parametrize(("monitor", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
+def test_a_monitor_without_its_package_is_refused(monitor: str, package: str) -> None:
+    if importlib.util.find_spec(package):
         pytest.skip("it is installed")
-    recipe = zerofx.from_deepspeed(nested({**BASE, "wandb.enabled": True}), world_size=1)
+    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
+        _report({f"{monitor}.enabled": True})
+
+
+def test_comet_hears_of_every_so_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    comet = mock.MagicMock(__spec__=importlib.machinery.ModuleSpec("comet_ml", None))
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    keys = {"project": "ours", "mode": "create", "experiment_name": "run", "online": False}
+    keys |= {"enabled": True, "samples_log_interval": 8}
+    report = _report({f"comet.{name}": value for name, value in keys.items()})
+    for loss in range(6):
+        report.step(float(loss))
+    comet.start.assert_called_once_with(project="ours", mode="create", online=False)
+    experiment = comet.start.return_value
+    experiment.set_name.assert_called_once_with("run")
+    heard = [call for call in experiment.log_metric.call_args_list if "loss" in call.args[0]]
+    # Steps of 4 samples: the first one is told, then every second one.
+    assert [(call.args[1], call.kwargs["step"]) for call in heard] == [(0, 4), (2, 12), (4, 20)]
+
+
+def _report(keys: dict[str, Any]) -> StepReport:
+    recipe = zerofx.from_deepspeed(nested({**BASE, **keys}), world_size=2)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
-    with pytest.raises(MissingPackageError, match="pip install wandb"):
-        recipe.make_report(optimizer, recipe.make_scaler("cpu"))
+    return recipe.make_report(optimizer, recipe.make_scaler("cpu"))

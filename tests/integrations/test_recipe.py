@@ -273,3 +273,18 @@ def test_weights_are_saved_in_16_bits_if_the_file_allows_it(tmp_path: Path) -> N
     if index.exists():
         size = json.loads(index.read_text())["metadata"]["total_size"]
         assert size == 2 * sum(value.numel() for value in saved.values())
+
+
+@pytest.mark.parametrize(("op", "gradient"), [("mean", 1 / 2), ("sum", 3 / 2)])
+def test_gradients_are_averaged_or_summed(op: str, gradient: float) -> None:
+    keys = {"gradient_allreduce_op": op, "gradient_accumulation_steps": 2}
+    recipe, weight = _recipe(keys, world_size=3), nn.Parameter(torch.ones(()))
+    recipe.backward(1 * weight, recipe.make_scaler("cpu"))
+    assert weight.grad is not None and weight.grad.item() == gradient
+
+
+@pytest.mark.parametrize("loco", [True, {"err_beta": 0.5}, {"reset": 1024}])
+def test_feedback_has_the_settings_of_loco(loco: Any) -> None:
+    keys = {"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": loco}
+    with pytest.raises(ConfigError, match=r"'err_beta': 0\.8, 'reset_T': 1024"):
+        _recipe({f"zero_optimization.{name}": value for name, value in keys.items()})

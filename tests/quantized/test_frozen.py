@@ -16,6 +16,7 @@ from tests.hard.pair import draw
 from tests.ranks import run_ranks
 from zerofx.codegen.reference import Reference
 from zerofx.ir.kernels import Pack
+from zerofx.passes.quantize_unshards import QuantizeUnshards
 
 WIDTH = 48
 FROZEN = ("layers.0.base.weight", "layers.1.base.weight")
@@ -59,10 +60,11 @@ def packed() -> Iterator[collections.Counter[str]]:
         yield found
 
 
-def _compiled(model: nn.Module, bucket_bytes: int) -> Any:
+def _compiled(model: nn.Module, bucket_bytes: int, **how: Any) -> Any:
     torch.compiler.reset()
     options = {"inner": "eager", "min_shard_numel": 0, "bucket_bytes": bucket_bytes}
-    return torch.compile(model, backend="zero3", options={**options, "quantize_weights": "int8x32"})
+    how = how or {"quantize_weights": "int8x32"}
+    return torch.compile(model, backend="zero3", options={**options, **how})
 
 
 def _loss(run: Any, seed: int = 9) -> float:
@@ -131,3 +133,20 @@ def _both() -> None:
 
 def test_frozen_weights_are_packed_once_until_they_change() -> None:
     run_ranks(2, _both, timeout=120)
+
+
+def _alone() -> None:
+    """What is trained travels as numbers."""
+    codes = QuantizeUnshards("int8x32", frozen_only=True)
+    run = _compiled(Adapted(), 1 << 20, passes=[zerofx.before("fuse_unshards", codes)])
+    with packed() as found:
+        losses = [_loss(run) for _ in range(2)]
+    assert found == dict.fromkeys(FROZEN, 1) and losses[0] == losses[1]
+    with torch.no_grad():
+        exact = float(Adapted()(draw(4, WIDTH, seed=9)))
+    all_coded = _loss(_compiled(Adapted(), 1 << 20))
+    assert len({exact, all_coded, losses[0]}) == 3
+
+
+def test_frozen_weights_alone_are_coded() -> None:
+    run_ranks(2, _alone)

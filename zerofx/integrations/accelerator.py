@@ -128,12 +128,22 @@ class Accelerator(accelerate.Accelerator):
         """
         return checkpoint.full_state_dict(model)
 
-    def save_state(self, output_dir: str | None = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def save_state(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        output_dir: str | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
         """Save everything; every rank calls it, and writes the rows that it owns.
 
         Accelerate writes schedulers, samplers, random states and registered objects. Models and
         optimizers follow in folders `zerofx_0`, … of `torch.distributed.checkpoint`. Hooks of
         `register_save_state_pre_hook` get no models.
+
+        Args:
+            output_dir: the folder; by default as the project's configuration numbers them.
+            safe_serialization: makes no difference: tensors are never pickled.
+            save_model_func_kwargs: passed on.
 
         Returns:
             The folder.
@@ -142,15 +152,25 @@ class Accelerator(accelerate.Accelerator):
             CheckpointError: a rank could not write.
         """
         with self._set_aside() as pairs:
-            folder = str(super().save_state(output_dir))
+            folder = str(
+                super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+            )
         for number, (model, optimizer) in enumerate(pairs):
             checkpoint.save(Path(folder) / _FOLDER.format(number), model, optimizer)
         return folder
 
-    def load_state(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
     ) -> None:
         """Load what `save_state` saved, on any number of ranks and at any stage.
+
+        Args:
+            input_dir: the folder; by default the latest of the project.
+            load_kwargs: passed on, for what Accelerate itself wrote.
+            load_model_func_kwargs: passed on.
 
         Raises:
             CheckpointError: something is missing, damaged or of another model.
@@ -163,7 +183,7 @@ class Accelerator(accelerate.Accelerator):
 
             hook = self.register_load_state_pre_hook(read)
             try:
-                super().load_state(input_dir, load_kwargs)
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             finally:
                 hook.remove()
 

@@ -32,6 +32,7 @@ class QuantizeUnshards(Pass):
         codec: how numbers are written.
         exact: patterns of names that stay as they are.
         weighed: whether codes pay in this graph; by default they are wanted in any case.
+        frozen_only: what is trained stays exact. A frozen weight is coded once and kept as codes.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -42,6 +43,7 @@ class QuantizeUnshards(Pass):
     codec: str = "int8x256"
     exact: tuple[str, ...] = ()
     weighed: Weighed | None = None
+    frozen_only: bool = False
 
     name: ClassVar[str] = "quantize_unshards"
     regions: ClassVar[frozenset[Region]] = frozenset(
@@ -54,14 +56,20 @@ class QuantizeUnshards(Pass):
         starts = program.calls(UNSHARD_START)
         codecs = [Codec.parse(self.codec)]
         plan = plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
-        if program.region is not Region.BACKWARD:
-            return plan
+        why = {start: self._why_exact(program, start) for start in plan.quantized}
+        exact = tuple(Exact(facts(start).param, reason) for start, reason in why.items() if reason)
+        quantized = tuple(start for start, reason in why.items() if not reason)
+        return dataclasses.replace(plan, quantized=quantized, exact=plan.exact + exact)
+
+    def _why_exact(self, program: Program, start: fx.Node) -> str:
+        """Why a gather that could send codes does not; empty if it does."""
+        spec = program.params[facts(start).param]
+        if self.frozen_only and spec.trainable:
+            return "trained"
         # Where secondary shards are numbers, backward gathers inside the node what forward decoded:
         # codes of that would lose twice.
-        inside = [start for start in plan.quantized if _has_numbers(program, start)]
-        exact = tuple(Exact(facts(start).param, "inside the node") for start in inside)
-        quantized = tuple(start for start in plan.quantized if start not in inside)
-        return dataclasses.replace(plan, quantized=quantized, exact=plan.exact + exact)
+        numbers = program.region is Region.BACKWARD and _has_numbers(program, start)
+        return "inside the node" if numbers else ""
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codec at each gather."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
 
 from zerofx.errors import StaleHandleError, UnsupportedError
 from zerofx.runtime.params import ParamState
@@ -107,8 +107,8 @@ def refuse_optimizers(optimizers: list[Optimizer]) -> None:
             raise UnsupportedError(
                 f"optimizer {what} does not work on sharded parameters",
                 "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
-                "element by element; of torch's fused ones, Adam and AdamW. One that needs whole "
-                "matrices takes zerofx.OwnerOptimizer(params, Adafactor)",
+                "element by element; of torch's fused ones, Adam and AdamW; Rprop(foreach=True). "
+                "One that needs whole matrices takes zerofx.OwnerOptimizer(params, Adafactor)",
             )
 
 
@@ -116,8 +116,17 @@ def _needs_more(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS) or name == Adafactor.__name__:  # transformers has its own
         return name
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return f"{name}(fused=True)" if fused and isinstance(optimizer, (SGD, Adagrad)) else ""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, (SGD, Adagrad)) and any(group.get("fused") for group in groups):
+        return f"{name}(fused=True)"
+    masks = isinstance(optimizer, Rprop) and any(map(_writes_through_masks, groups))
+    return f"{name}(foreach=False)" if masks else ""
+
+
+def _writes_through_masks(group: Mapping[str, Any]) -> bool:
+    """What Rprop does one by one, unless it must not wait for numbers; not by default on GPUs."""
+    foreach, on_gpus = group["foreach"], all(param.is_cuda for param in group["params"])
+    return not group["capturable"] and not (on_gpus if foreach is None else foreach)
 
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's figures go besides the screen: files of CSV, TensorBoard, Weights & Biases."""
+"""Where a run's figures go besides the screen: CSV, TensorBoard, Weights & Biases, Comet."""
 
 from __future__ import annotations
 
@@ -63,10 +63,28 @@ def _wandb(group: str | None = None, team: str | None = None, project: str = "de
     return lambda name, value, samples: run.log({name: value}, step=samples)
 
 
+def _comet(
+    samples_log_interval: int = 100, experiment_name: str | None = None, **how: Any
+) -> Write:
+    _need("comet_ml")
+    experiment = importlib.import_module("comet_ml").start(**how)
+    if experiment_name is not None:
+        experiment.set_name(experiment_name)
+    shown: dict[str, int] = {}
+
+    def write(name: str, value: float, samples: int) -> None:
+        if name not in shown or samples - shown[name] >= samples_log_interval:
+            shown[name] = samples
+            experiment.log_metric(name, value, step=samples)
+
+    return write
+
+
 MONITORS: dict[str, Callable[..., Write]] = {
     "csv_monitor": _csv,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
+    "comet": _comet,
 }
 """By the names of their sections."""
 

@@ -61,6 +61,7 @@ class Recipe:
         last_step: at which the schedule goes on; -1: it begins.
         scaling: how losses are scaled.
         autocast_dtype: of `torch_autocast`, if that is enabled.
+        sums_gradients: whether gradients are summed over ranks, where they are averaged else.
         gradient_clipping: largest norm of gradients; 0: they are not clipped.
         steps_per_print: steps between two lines of a report; 0: no lines.
         wall_clock_breakdown: whether a report has times.
@@ -80,6 +81,7 @@ class Recipe:
     last_step: int
     scaling: Scaling
     autocast_dtype: torch.dtype | None
+    sums_gradients: bool
     gradient_clipping: float
     steps_per_print: int
     wall_clock_breakdown: bool
@@ -99,9 +101,9 @@ class Recipe:
         Console(file=text, width=160, markup=False, highlight=False).print(table)
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         batch = self.batch
-        ranks = batch.train // (batch.micro * batch.accumulation)
         sizes = (
-            f"{batch.micro} (micro-batch) × {batch.accumulation} (accumulation) × {ranks} (ranks)"
+            f"{batch.micro} (micro-batch) × {batch.accumulation} (accumulation) × "
+            f"{self._ranks} (ranks)"
         )
         return "\n".join([*lines, "", f"batch: {batch.train} = {sizes}", *self._options()])
 
@@ -114,6 +116,10 @@ class Recipe:
         shown = {"stage": self.config.stage, **shown}
         shown["passes"] = [getattr(each, "new", each) for each in self.config.passes]
         return [f"option {name}: {value}" for name, value in shown.items() if value != []]
+
+    @property
+    def _ranks(self) -> int:
+        return self.batch.train // (self.batch.micro * self.batch.accumulation)
 
     @property
     def backend(self) -> str:
@@ -199,8 +205,9 @@ class Recipe:
         return report
 
     def backward(self, loss: Tensor, scaler: FixedScaler) -> None:
-        """Backward of a micro-batch: its share of the mean, scaled."""
-        scaler.scale(loss / self.batch.accumulation).backward()
+        """Backward of a micro-batch: its share of the mean, or of the sum over ranks, scaled."""
+        share = loss / self.batch.accumulation
+        scaler.scale(share * self._ranks if self.sums_gradients else share).backward()
 
     def step(
         self, optimizer: Optimizer, scaler: FixedScaler, scheduler: Schedule | None = None

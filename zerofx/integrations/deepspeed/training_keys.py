@@ -124,8 +124,8 @@ _PRECISION = [
         "missing",
         "",
         [
-            ("fp16.fp16_master_weights_and_grads", "master weights keep the model's dtype"),
-            ("bf16.bf16_master_weights_and_grads", "master weights keep the model's dtype"),
+            ("fp16.fp16_master_weights_and_grads", "cast the model before it is sharded"),
+            ("bf16.bf16_master_weights_and_grads", "cast the model before it is sharded"),
             ("bf16.bf16_optimizer_states", "states have their parameter's dtype"),
         ],
         "bool",
@@ -158,13 +158,21 @@ _PRECISION = [
             ("gradient_predivide_factor", "sums are taken in fp32 and divided once"),
         ],
     ),
-    Key("gradient_allreduce_op", "missing", "gradients are averaged", "text", off=("mean",)),
+    Key("gradient_allreduce_op", "honoured", "sum: `backward` multiplies by the ranks", "text"),
 ]
 
 _TARGETS = {
     "csv_monitor": {"output_path": "folder", "job_name": "folder below it"},
     "tensorboard": {"output_path": "folder", "job_name": "folder below it"},
     "wandb": {"group": "of the run", "team": "that owns it", "project": "that it belongs to"},
+    "comet": {
+        "project": "that it belongs to",
+        "workspace": "of the project",
+        "api_key": "of the account",
+        "experiment_name": "of the run",
+        "experiment_key": "of a run to go on with",
+        "mode": "whether to go on with a run, or to begin one",
+    },
 }
 
 _REPORTS = [
@@ -177,6 +185,8 @@ _REPORTS = [
         for name, params in _TARGETS.items()
         for param, meaning in params.items()
     ),
+    Key("comet.online", "honoured", "false: the run is written to files", "bool"),
+    Key("comet.samples_log_interval", "honoured", "samples between figures of a name", "count"),
     Key("steps_per_print", "honoured", "`make_report`: a line every so many steps", "count"),
     Key("wall_clock_breakdown", "honoured", "`make_report`: times of each step", "bool"),
     Key("memory_breakdown", "honoured", "`make_report`: memory of each step", "bool"),
@@ -185,9 +195,8 @@ _REPORTS = [
         "missing",
         "",
         [
-            ("comms_logger", "see `zerofx bench comm`"),
-            ("flops_profiler", "see `zerofx plan`"),
-            ("comet", "write what your loop knows"),
+            ("comms_logger", "see `zerofx explain` and `zerofx bench comm`"),
+            ("flops_profiler", "see `zerofx explain` and `zerofx plan`"),
         ],
     ),
     *keys(

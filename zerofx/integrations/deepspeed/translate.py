@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerofx.codegen.blocks import KEPT
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
@@ -16,10 +17,13 @@ from zerofx.integrations.deepspeed.monitors import MONITORS
 from zerofx.integrations.deepspeed.read import Source, read
 from zerofx.integrations.deepspeed.recipe import Batch, Recipe, Scaling
 from zerofx.integrations.deepspeed.settings import Settings, understand
-from zerofx.passes.changes import Change, replace
+from zerofx.passes.changes import Change, before, replace
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.fuse_unshards import FuseUnshards
+from zerofx.passes.quantize_unshards import QuantizeUnshards
+from zerofx.runtime.feedback import RESET_AFTER
 
+_LOCO = {"err_beta": KEPT, "reset_T": RESET_AFTER}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -71,7 +75,11 @@ def from_deepspeed(
         raise ConfigError(
             f"the file sets options {', '.join(twice)} already", "change the file, or leave_out"
         )
-    passes = (*_buckets(settings, itemsize), *options.pop("passes", ()))
+    passes = (
+        *_buckets(settings, itemsize),
+        *_frozen_codes(settings, options.get("quantize_exact", ZeroConfig().quantize_exact)),
+        *options.pop("passes", ()),
+    )
     return Recipe(
         config=ZeroConfig(**chosen, **options, passes=passes),
         batch=batch,
@@ -80,6 +88,7 @@ def from_deepspeed(
         last_step=settings.get("scheduler.params.last_batch_iteration", -1),
         scaling=_scaling(settings, dtype),
         autocast_dtype=_autocast_dtype(settings),
+        sums_gradients=_sums_gradients(settings),
         gradient_clipping=float(settings.get("gradient_clipping", 1.0)),
         steps_per_print=settings.get("steps_per_print", 0),
         wall_clock_breakdown=settings.get("wall_clock_breakdown", False),
@@ -142,6 +151,13 @@ def _reduce_dtype(settings: Settings) -> torch.dtype | None:
     if len(dtypes) == 2:
         return torch.promote_types(*dtypes)
     return dtypes[0] if dtypes else None
+
+
+def _sums_gradients(settings: Settings) -> bool:
+    op = settings.get("gradient_allreduce_op", "mean")
+    if op not in ("mean", "sum"):
+        raise ConfigError(f"gradient_allreduce_op is {op!r}", 'use "mean" or "sum"')
+    return op == "sum"
 
 
 def _autocast_dtype(settings: Settings) -> torch.dtype | None:
@@ -211,10 +227,32 @@ def _zero_plus_plus(settings: Settings, ranks: int) -> dict[str, Any]:
     apart = 1 < node < ranks
     return {
         "quantize_weights": "int8" if zero.get("zero_quantized_weights") else None,
-        "quantize_gradients": "int4" if zero.get("zero_quantized_gradients") else None,
+        "quantize_gradients": _gradient_codec(zero),
         "secondary_shards": True if apart else None,
         "ranks_per_node": node if apart else None,
     }
+
+
+def _gradient_codec(zero: Mapping[str, Any]) -> str | None:
+    if not zero.get("zero_quantized_gradients"):
+        return None
+    given = zero.get("zeropp_loco_param")
+    if given is None:
+        return "int4"
+    if not isinstance(given, Mapping) or not given.items() <= _LOCO.items():
+        raise ConfigError(
+            f"zero_optimization.zeropp_loco_param is {given!r}",
+            f"write {_LOCO}: feedback has no other settings",
+        )
+    return "int4.feedback"
+
+
+def _frozen_codes(settings: Settings, exact: Sequence[str]) -> tuple[Change, ...]:
+    """Frozen weights alone as codes; with the key for all weights they are anyway."""
+    zero = settings.section("zero_optimization")
+    if not zero.get("zero_quantized_nontrainable_weights") or zero.get("zero_quantized_weights"):
+        return ()
+    return (before("fuse_unshards", QuantizeUnshards(exact=tuple(exact), frozen_only=True)),)
 
 
 def _scaling(settings: Settings, dtype: torch.dtype | None) -> Scaling:
