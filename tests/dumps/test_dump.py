@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from tests.dumps.everything import model, step
 from tests.dumps.processes import torchrun
+from tests.passes.test_refusals import FreeEarly
 from tests.ranks import run_ranks
+from zerofx.errors import VerificationError
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.report import VERSION
 from zerofx.passes import Editor, Pass, Program, Region, print_program
@@ -222,3 +224,18 @@ def test_a_graph_that_dynamo_begins_again_is_one_graph(tmp_path: Path) -> None:
     ((calls, reports),) = run_ranks(1, _dumped, str(tmp_path))
     assert calls == 2 and len(reports) == 1
     assert len(list(tmp_path.glob("graph*"))) == 1
+
+
+def _refused(folder: str) -> str:
+    options = {"inner": "eager", "min_shard_numel": 0, "dump": folder, "passes": [FreeEarly()]}
+    run: Any = torch.compile(nn.Linear(4, 4), backend="zero3", options=options)
+    with pytest.raises(VerificationError) as refused:
+        run(torch.ones(2, 4))
+    return str(refused.value)
+
+
+def test_what_a_refused_pass_left_can_be_read(tmp_path: Path) -> None:
+    for message in run_ranks(2, _refused, str(tmp_path)):
+        assert "after pass free_early" in message
+    (change,) = tmp_path.glob("graph0/forward/*_free_early.diff")
+    assert "free" in change.read_text() and change.with_suffix(".txt").exists()

@@ -16,6 +16,7 @@ from zerofx.ir.facts import Role, facts
 from zerofx.ir.node_rules import inside_the_node
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source, only_returned
+from zerofx.ir.write_rules import nothing_written
 
 SMALL_NUMEL = 1024
 """Values computed from parameters alone may be saved for backward up to this many elements."""
@@ -260,6 +261,7 @@ RULES: tuple[Rule, ...] = (
     Rule("freed_once", freed_once, _ENABLE),
     Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),
     Rule("only_gathered_freed", only_gathered_freed, "free only what unshard_wait returned"),
+    Rule("nothing_written", nothing_written, "write to a copy; only optimizers change parameters"),
     Rule("inside_the_node", inside_the_node, "run add_secondary_shards on forward and backward"),
     Rule("nothing_full_saved", nothing_full_saved, "recompute it in backward from the shard"),
     Rule("nothing_full_returned", nothing_full_returned, _ENABLE),

@@ -61,7 +61,7 @@ def run_passes(
         program: transformed in place.
         passes: the list.
         check: verify the program after every pass, and its final form at the end.
-        observer: called after every pass.
+        observer: called after every pass, before it is verified.
 
     Raises:
         VerificationError: a pass broke a rule.
@@ -79,10 +79,10 @@ def run_passes(
         except Exception as error:
             raise _failure(each, program, done, error) from error
         done.append(each.name)
+        if observer is not None:
+            observer(program, each.name, plan)  # who is refused next can be read, too
         if check:
             verify(program, done)
-        if observer is not None:
-            observer(program, each.name, plan)
     if check:
         verify(program, done, final=True)
 
