@@ -125,8 +125,8 @@ def _needs_more(optimizer: Optimizer) -> str:
 
 def _writes_through_masks(group: Mapping[str, Any]) -> bool:
     """What Rprop does one by one, unless it must not wait for numbers; not by default on GPUs."""
-    foreach, on_gpus = group["foreach"], all(param.is_cuda for param in group["params"])
-    return not group["capturable"] and not (on_gpus if foreach is None else foreach)
+    foreach, on_gpus = group.get("foreach"), all(param.is_cuda for param in group["params"])
+    return not group.get("capturable") and not (on_gpus if foreach is None else foreach)
 
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
