@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerofx
 from tests.integrations.loops import fresh_state
 from tests.integrations.test_trainer import Texts, tiny, trainer_of
 from tests.ranks import run_ranks
+from zerofx.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -44,29 +48,56 @@ _FILE = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
-    "zero_optimization": {"stage": 2},
+    "zero_optimization": {"stage": 2, "ignore_unused_parameters": False},
     "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
+    "steps_per_print": 2,
+    "wall_clock_breakdown": True,
+    "dump_state": True,
+    "csv_monitor": {"enabled": True, "job_name": "run"},
 }
 
 
-def reads_the_flag(folder: str) -> None:
+def reads_the_flag(folder: str) -> str:
     from zerofx.integrations import Trainer, TrainingArguments
     from zerofx.sharding.shard import session_of
 
     fresh_state()
     file = Path(folder) / f"ds_config{dist.get_rank()}.json"
-    file.write_text(json.dumps(_FILE))
-    flags = [f"--output_dir={folder}", f"--deepspeed={file}", "--use_cpu", "--max_steps=1"]
+    monitor = {"csv_monitor": {**_FILE["csv_monitor"], "output_path": folder}}
+    file.write_text(json.dumps({**_FILE, **monitor}))
+    flags = [f"--output_dir={folder}", f"--deepspeed={file}", "--use_cpu", "--max_steps=4"]
     flags += ["--per_device_train_batch_size=2", "--gradient_accumulation_steps=2"]
     parser = transformers.HfArgumentParser(TrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(
         [*flags, "--report_to=none", "--save_strategy=no", "--disable_tqdm=1"]
     )
     trainer: Any = Trainer(tiny(), args, train_dataset=Texts(20))
-    trainer.train()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        loss = trainer.train().training_loss
+    told = (Path(folder) / "run" / "Train_Samples_train_loss.csv").read_text().split()[1:]
+    assert [int(line.partition(",")[0]) for line in told] == [8, 16, 24, 32]
+    if dist.get_rank() == 0:
+        mean = sum(float(line.partition(",")[2]) for line in told) / 4
+        assert mean == pytest.approx(loss, rel=0.2)  # the trainer's is over ranks
     assert type(trainer.optimizer.optimizer) is torch.optim.SGD
     assert session_of(trainer.model).config.stage == 2
+    return printed.getvalue()
 
 
 def test_the_flag_of_deepspeed_names_a_file(tmp_path: Path) -> None:
-    run_ranks(2, reads_the_flag, str(tmp_path), timeout=200)
+    spoken, silent = run_ranks(2, reads_the_flag, str(tmp_path), timeout=200)
+    assert "step=2, skipped=0, lr=[" in spoken and "step=4, skipped=0, lr=[" in spoken
+    assert "forward and backward=" in spoken and "option stage: 2" in spoken
+    assert "step=" not in silent
+
+
+def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:
+    from zerofx.integrations.recipe import agreed_config
+
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, use_cpu=True
+    )
+    for key, value in {"gradient_allreduce_op": "sum", "gradient_clipping": 0.5}.items():
+        file = {"train_micro_batch_size_per_gpu": 2, key: value}
+        with pytest.raises(ConfigError, match=f"{key}: {value} in the file"):
+            agreed_config(zerofx.from_deepspeed(file, world_size=1), args)

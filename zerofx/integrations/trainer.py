@@ -21,6 +21,7 @@ from zerofx.integrations.accelerator import Accelerator
 from zerofx.integrations.adapters import adapter_state_dict, load_adapters
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.recipe import agreed_config, auto_values
+from zerofx.integrations.reports import Reports
 
 _FOLDER = "zerofx"
 _SCHEDULER = "scheduler.pt"
@@ -49,8 +50,8 @@ class TrainerMixin(_Base):
     weights once more, are in the folder `zerofx`, in the format of `torch.distributed.checkpoint`.
 
     Args:
-        zero: stage and options; or what `zerofx.from_deepspeed` returns, whose optimizer, schedule
-            and loss scaling are used if its file names them. By default the file that
+        zero: stage and options; or what `zerofx.from_deepspeed` returns, whose optimizer, schedule,
+            loss scaling and reports are used if its file names them. By default the file that
             `TrainingArguments` of this package names (`--deepspeed`), else stage 3.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
         args, kwargs: those of the trainer.
@@ -69,7 +70,10 @@ class TrainerMixin(_Base):
         self._recipe = None if zero is None or isinstance(zero, ZeroConfig) else zero
         self._zero = zero if isinstance(zero, ZeroConfig) else None
         self._compile_kwargs = compile_kwargs
+        self._reports: Reports | None = None
         super().__init__(*args, **kwargs)
+        if self._reports is not None:
+            self.add_callback(self._reports)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Put zerofx's accelerator in the place of the one that transformers makes."""
@@ -81,8 +85,9 @@ class TrainerMixin(_Base):
         scaler = None
         if self._recipe is not None:
             self._zero = agreed_config(self._recipe, self.args)
-            if self._recipe.scaling.enabled:
-                scaler = self._recipe.make_scaler(self.args.device.type)
+            made = self._recipe.make_scaler(self.args.device.type)
+            self._reports = Reports(self._recipe, made)
+            scaler = made if self._recipe.scaling.enabled else None
         self.accelerator = Accelerator(
             self._zero,
             compile_kwargs=self._compile_kwargs,
@@ -93,6 +98,15 @@ class TrainerMixin(_Base):
             self.accelerator.gather_for_metrics,
             use_gather_object=self.args.eval_use_gather_object,
         )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch; a file of DeepSpeed may have its time taken."""
+        if self._reports is None:
+            return super().training_step(*args, **kwargs)
+        with self._reports.measure("forward and backward"):
+            loss = super().training_step(*args, **kwargs)
+        self._reports.heard(loss)
+        return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers does, or as the recipe says; biases and norms do not decay."""

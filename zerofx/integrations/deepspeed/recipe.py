@@ -209,6 +209,15 @@ class Recipe:
         share = loss / self.batch.accumulation
         scaler.scale(share * self._ranks if self.sums_gradients else share).backward()
 
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """See that every parameter has a gradient, if the file wants that.
+
+        Raises:
+            ConfigError: names those without.
+        """
+        if not self.allows_unused:
+            _refuse_unused(params_of(optimizer))
+
     def step(
         self, optimizer: Optimizer, scaler: FixedScaler, scheduler: Schedule | None = None
     ) -> bool:
@@ -222,12 +231,10 @@ class Recipe:
         Raises:
             ConfigError: a parameter has no gradient, which the file does not allow.
         """
-        params = params_of(optimizer)
-        if not self.allows_unused:
-            _refuse_unused(params)
+        self.check_gradients(optimizer)
         scaler.unscale_(optimizer)
         if self.gradient_clipping > 0:
-            nn.utils.clip_grad_norm_(params, self.gradient_clipping)
+            nn.utils.clip_grad_norm_(params_of(optimizer), self.gradient_clipping)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
