@@ -200,6 +200,7 @@ def _refused(folder: Path) -> None:
     with refused("is no safetensors file", "save_pretrained", kind=CheckpointError):
         zerofx.load_safetensors(model, folder.parent / "nothing", sharded_by(3))
     del state["layers.1.weight"], state["layers.2.bias"]
+    dist.barrier()  # the other rank has read the files
     if dist.get_rank() == 0:
         save_file(state, folder / "model.safetensors")
     dist.barrier()
