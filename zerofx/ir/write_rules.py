@@ -8,10 +8,8 @@ from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.case import Case, Offence
-from zerofx.ir.facts import Role, facts
-from zerofx.ir.view import aliased_inputs
-
-_FULL = (ops.UNSHARD, ops.UNSHARD_WAIT)
+from zerofx.ir.facts import Role
+from zerofx.ir.view import alias_closure
 
 
 def nothing_written(case: Case) -> Iterator[Offence]:
@@ -20,30 +18,25 @@ def nothing_written(case: Case) -> Iterator[Offence]:
     A shard is the parameter, which the optimizer alone changes; a full value may be kept for
     backward, or be the parameter itself.
     """
-    for node in case.place:
-        for written in _written(node):
-            for source in _sources(written):
-                is_shard = source.op == "placeholder" and facts(source).role is Role.SHARD
-                if is_shard or ops.is_call(source, *_FULL):
-                    yield Offence(node, f"writes to {case.name(source)}", source)
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """Inputs that an operation changes, by its schema; zerofx's own know what they do."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.name.startswith("zerofx::"):
+    writes = {node: written for node in case.place if (written := _written(node))}
+    if not writes:
         return
+    fulls = case.calls(ops.UNSHARD, ops.UNSHARD_WAIT)
+    for source in (*case.program.with_role(Role.SHARD), *fulls):
+        for alias in alias_closure(source):
+            for user in alias.users:
+                if alias in writes.get(user, ()):
+                    yield Offence(user, f"writes to {case.name(source)}", source)
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Inputs that an operation changes, by its schema."""
+    found: list[fx.Node] = []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
     for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        found: list[fx.Node] = []
-        fx.map_arg(given, found.append)
-        yield from found
-
-
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, and what it views."""
-    yield node
-    for source in aliased_inputs(node):
-        yield from _sources(source)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
