@@ -146,18 +146,15 @@ def test_a_thousand_nodes_are_filtered_within_100_ms(
     page.write_text(text[:start] + data + text[end:])
     tab.open(page)
     assert _count(tab, "#node-table .row") == 1000
-    # Of each word the best of five: others use this machine, too.
     took = tab.run(
-        """(() => { const field = document.getElementById("search");
-        const words = ["blocks.3", "", "mm", "blocks.1 view", "zzz", ""];
-        const best = words.map(() => Infinity);
-        for (let round = 0; round < 5; round++) words.forEach((word, i) => {
+        """(() => { const field = document.getElementById("search"); let worst = 0;
+        for (const word of ["blocks.3", "", "mm", "blocks.1 view", "zzz", ""]) {
           const begin = performance.now();
           field.value = word;
           field.dispatchEvent(new Event("input"));
           document.getElementById("node-table").getBoundingClientRect();
-          best[i] = Math.min(best[i], performance.now() - begin);
-        }); return Math.max(...best); })()"""
+          worst = Math.max(worst, performance.now() - begin);
+        } return worst; })()"""
     )
     assert 0 < took < 100
 
