@@ -49,7 +49,7 @@ def config(stage: int, **options: Any) -> ZeroConfig:
 def compiled(model: Any, stage: int, **kwargs: Any) -> Any:
     """`torch.compile` with fast options."""
     torch._dynamo.reset()
-    return torch.compile(model, backend=f"zero{stage}", options=FAST, **kwargs)
+    return torch.compile(model, backend=f"zero{stage}", **{"options": FAST, **kwargs})
 
 
 def twin(model: nn.Module) -> DistributedDataParallel:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import STAGES, compiled, net, same, sgd, sharded, train, twin
+from tests.contract.loops import FAST, STAGES, compiled, net, same, sgd, sharded, train, twin
 from tests.ranks import run_ranks
 
 
@@ -103,9 +103,9 @@ class _WithoutStorage(nn.Module):
 BUILDS = (_TiedOutside, _BufferAlone, _Views, _ViewsOfAWeight, _WithoutStorage)
 
 
-def _as_ddp(build: Any, stage: int) -> None:
+def _as_ddp(build: Any, stage: int, **options: Any) -> None:
     model, ddp = net(build), twin(net(build))
-    train(compiled(model, stage), sgd(model))
+    train(compiled(model, stage, **options), sgd(model))
     train(ddp, sgd(ddp))
     assert sharded(model)
     same(model, ddp)
@@ -115,3 +115,8 @@ def _as_ddp(build: Any, stage: int) -> None:
 @pytest.mark.parametrize("build", BUILDS)
 def test_trains_as_ddp_does(build: Any, stage: int) -> None:
     run_ranks(2, _as_ddp, build, stage)
+
+
+@pytest.mark.parametrize("build", [_Views, _ViewsOfAWeight])
+def test_views_where_programs_take_dtensors(build: Any) -> None:
+    run_ranks(2, _as_ddp, build, 3, options={**FAST, "grad_dtype": torch.float32})

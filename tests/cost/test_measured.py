@@ -24,6 +24,8 @@ from zerofx.frontend.rehearsal import rehearse_model
 
 BATCH, LENGTH = 8, 96
 MACHINE = Machine("cpu", Roofline(), Link(1e9, 1e-4))
+FEW, MORE = 3, 6
+"""Blocks: one between the first and the last; with more, a bucket is below 5 % at four ranks."""
 
 
 def tokens(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -31,18 +33,18 @@ def tokens(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tenso
 
 
 @functools.cache
-def _plan(ranks: int, inner: Any) -> Plan:
-    config = ZeroConfig(inner=inner, dump="")
-    planner = Planner(Gpt, tokens, config, MACHINE, FP32_ADAM, ranks, BATCH, LENGTH, whole=True)
+def _plan(ranks: int, inner: Any, depth: int) -> Plan:
+    config, build = ZeroConfig(inner=inner, dump=""), functools.partial(Gpt, depth=depth)
+    planner = Planner(build, tokens, config, MACHINE, FP32_ADAM, ranks, BATCH, LENGTH, whole=True)
     return planner.plan((1, 2, 3))
 
 
-def _measured(stage: int, inner: str, micro_batches: int = 1) -> int:
+def _measured(stage: int, inner: str, depth: int, micro_batches: int = 1) -> int:
     """Peak of steady steps, less what was there before the model was built."""
 
     def train(mark: Callable[[], None]) -> None:
         torch.manual_seed(0)
-        model = Gpt()
+        model = Gpt(depth=depth)
         run = torch.compile(model, backend=f"zero{stage}", options={"inner": inner})
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(5):
@@ -66,9 +68,9 @@ def _do_nothing(mark: Callable[[], None]) -> None:
     del value
 
 
-def _agree(stage: int, ranks: int, inner: str, rel: float) -> None:
-    wanted = _plan(ranks, inner).stages[stage].forecast.peak(BATCH).total
-    found = max(run_ranks(ranks, _measured, stage, inner, timeout=220))
+def _agree(stage: int, ranks: int, inner: str, depth: int, rel: float) -> None:
+    wanted = _plan(ranks, inner, depth).stages[stage].forecast.peak(BATCH).total
+    found = max(run_ranks(ranks, _measured, stage, inner, depth, timeout=220))
     print(stage, inner, wanted, found, wanted / found)
     assert wanted == pytest.approx(found, rel=rel)
 
@@ -76,22 +78,23 @@ def _agree(stage: int, ranks: int, inner: str, rel: float) -> None:
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks(stage: int, inner: str) -> None:
-    _agree(stage, 2, inner, 0.01)
+    _agree(stage, 2, inner, FEW, 0.01)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks(stage: int) -> None:
-    _agree(stage, 4, "eager", 0.05)
+    _agree(stage, 4, "eager", MORE, 0.05)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_micro_batches(stage: int) -> None:
     """The second one finds the gradients of the first."""
     config = ZeroConfig(inner="eager", stage=stage, dump="")  # pyright: ignore[reportArgumentType]
-    rehearsal = rehearse_model(Gpt, lambda: tokens(BATCH, LENGTH), "eager")
+    build = functools.partial(Gpt, depth=FEW)
+    rehearsal = rehearse_model(build, lambda: tokens(BATCH, LENGTH), "eager")
     twice = dataclasses.replace(rehearsal, runs=2.0)
     setting = Setting(config, 2, MACHINE)
     wanted = outcome_of([twice.programs(config, 2, machine=MACHINE)], [twice], setting).peak.total
-    found = max(run_ranks(2, _measured, stage, "eager", 2, timeout=220))
+    found = max(run_ranks(2, _measured, stage, "eager", FEW, 2, timeout=220))
     print(stage, wanted, found, wanted / found)
     assert wanted == pytest.approx(found, rel=0.01)

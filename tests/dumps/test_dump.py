@@ -18,6 +18,7 @@ from tests.dumps.everything import model, step
 from tests.dumps.processes import torchrun
 from tests.passes.test_refusals import FreeEarly
 from tests.ranks import run_ranks
+from tests.scripts import run_script
 from zerofx.errors import VerificationError
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.report import VERSION
@@ -32,7 +33,7 @@ PASSES = ["copy_returned", "insert_unshards", "insert_frees", "sync_buffers", "f
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, str]:
     """Two dumps of the same training, the folder of torch's trace of it, and its log."""
     first, second, trace = (tmp_path_factory.mktemp(name) for name in ("one", "two", "trace"))
-    torchrun(SCRIPT, json.dumps({**OPTIONS, "dump": str(first)}))
+    run_script(SCRIPT, json.dumps({**OPTIONS, "dump": str(first)}))
     # An older run had other passes and more graphs, and somebody keeps notes beside them.
     notes = second / "graph7" / "notes.txt"
     old = ("graph0/forward/003_old.diff", "graph7/backward/000_traced.txt", "graph7/report.json")

@@ -1,7 +1,8 @@
 """Outputs that share memory: graphs return what they are views of, and views are made outside.
 
-AOTAutograd refuses them where an input is a `DTensor`, as every sharded parameter is. Made outside,
-by the operations of the user's own code, they share memory as they should, and writes reach all.
+AOTAutograd refuses them where an input is a `DTensor`, as parameters are under `grad_dtype`. Made
+outside, by the operations of the user's own code, they share memory as they should, and writes
+reach all.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
@@ -30,6 +31,7 @@ from zerofx.frontend.partition import (
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses
+from zerofx.frontend.shards import take_shards
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import decided, dumps, loads, weigh
 from zerofx.ir.cut import verify_cut
@@ -105,17 +107,28 @@ class Capture:
             self._dump.graph(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
-        head, regenerate = views_outside(module)
+        taken, shards_of = take_shards(module, example_inputs, self._params_to_take())
+        wrapped = any(isinstance(value, DTensor) for value in taken)
+        head, regenerate = views_outside(module) if wrapped else (module, None)
         compiled = trace_and_compile(
             head,
-            example_inputs,
+            taken,
             inductor=self.config.inner == "inductor",
             forward=lambda traced, _: self._lower(traced, Region.FORWARD),
             backward=lambda traced, _: self._lower(traced, Region.BACKWARD),
             inference=self._inference,
             partition=self._partition,
         )
-        return compiled if regenerate is None else lambda *args: regenerate(*compiled(*args))
+
+        def run(*args: Any) -> Any:
+            outputs = compiled(*shards_of(args))
+            return outputs if regenerate is None else regenerate(*outputs)
+
+        return run
+
+    def _params_to_take(self) -> dict[int, ParamSpec]:
+        # Gradients in a dtype of their own are wrapped as if they had their parameter's.
+        return {} if self.config.grad_dtype is not None else self.inputs.params
 
     def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Program, Program]:
         """Forward and backward before the passes of their own; nothing is compiled or kept.

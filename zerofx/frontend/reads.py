@@ -35,7 +35,7 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
     """
     written: list[str] = []
     sparse: list[str] = []
-    for graph, known in _graphs(module, params):
+    for graph, known in graphs_with(module, params):
         values = _values(graph, known)
         written += [spec.name for node, spec in values.items() if _version(node) > 0]
         written += _written_behind_versions(graph, values)
@@ -67,7 +67,7 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
         params: parameters by input position.
     """
     placements = {spec.name: inputs[position].placements for position, spec in params.items()}
-    for graph, known in _graphs(module, params):
+    for graph, known in graphs_with(module, params):
         first = next(node for node in graph.nodes if node.op != "placeholder")
         read = {node: [user for user in node.users if not _takes_dtensor(user)] for node in known}
         for node, spec in known.items():
@@ -92,7 +92,7 @@ def read_plain(module: fx.GraphModule, params: dict[int, ParamSpec]) -> fx.Graph
         params: parameters by input position; in the copy these inputs stand for shards.
     """
     marked = _copy_with_bodies(module)
-    for graph, known in _graphs(marked, params):
+    for graph, known in graphs_with(marked, params):
         for node, spec in known.items():
             # One marker a reader, next to it, as a module's property reads: autograd reduces a
             # gradient when it gets to the marker.
@@ -116,7 +116,7 @@ def _copy_with_bodies(module: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _graphs(
+def graphs_with(
     module: fx.GraphModule, params: dict[int, ParamSpec]
 ) -> Iterator[tuple[fx.Graph, Parameters]]:
     """The graph and those of its checkpointed regions, each with the parameters it is given."""
@@ -127,7 +127,7 @@ def _graphs(
         if is_checkpoint_call(node):
             body, *operands = node.args
             inner = {place: known[arg] for place, arg in enumerate(operands) if arg in known}
-            yield from _graphs(getattr(module, body.target), inner)
+            yield from graphs_with(getattr(module, body.target), inner)
 
 
 def _values(graph: fx.Graph, known: Parameters) -> Parameters:

@@ -134,7 +134,8 @@ def lay_out(
         UnsupportedError: the replicas do not divide the ranks, or secondary shards could not serve.
     """
     sharded, whole = _layouts(config, num_ranks)
-    least = max(1, config.min_shard_numel)
+    params = tuple(params)
+    least = config.least_sharded(spec.numel for spec in params)
     laid = [
         dataclasses.replace(
             spec,

@@ -147,11 +147,12 @@ def freed_once(case: Case) -> Iterator[Offence]:
 def free_follows_readers(case: Case) -> Iterator[Offence]:
     """A gathered value is freed after its last reader, through views too."""
     freed_at = {full: case.place[nodes[0]] for full, nodes in case.frees.items()}
-    for node, place in case.place.items():
+    readers = {node for value in case.roots for node in value.users} if freed_at else set[fx.Node]()
+    for node in sorted(readers, key=case.place.__getitem__):
         if ops.is_call(node, ops.FREE, ops.KEEP):
             continue
         for full in case.roots_read_by(node):
-            if place > freed_at.get(full, len(case.place)):
+            if case.place[node] > freed_at.get(full, len(case.place)):
                 yield Offence(node, f"reads {case.name(full)} after it was freed", full)
 
 

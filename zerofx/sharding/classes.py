@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
@@ -84,15 +85,7 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls.__dict__.get("_zerofx_base", cls)
 
 
-def read_full(param: Tensor, layout: int, dtype: torch.dtype | None) -> Tensor:
-    """The full value of a sharded parameter, differentiable; communicates when run eagerly."""
-    value: Any = param
-    # Naming the gradient's placements, which are these, would cost a guard of each parameter.
-    shard = value.to_local() if torch.compiler.is_compiling() else local_part(value)
-    return UNSHARD(shard, value.shape, layout, dtype)
-
-
-def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
+def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
     if not isinstance(below_transforms(param), DTensor):
         return param
     state = bound_states(module)[name]
@@ -108,7 +101,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Tensor) -> Tensor:
     if session.config.broadcast_buffers and backward_id() < 0:
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
         session.sync_buffers(list(module.buffers(recurse=False)))
-    return read_full(param, state.spec.layout.handle, state.spec.cast)
+    return UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
 
 
 # Around code that Dynamo skipped it would compile DTensor's own frames.
@@ -154,14 +147,18 @@ def _quiet(base: type[nn.Module]) -> Iterator[None]:
 def _parameter_property(name: str) -> property:
     def read(self: Any) -> Any:
         param = self._parameters.get(name, _ABSENT)
+        if is_compiling():
+            # Every instruction is traced at every read, so they are few.
+            # functional_call puts plain values here.
+            if isinstance(param, DTensor) and name in self._zerofx_reads:
+                layout, dtype = self._zerofx_reads[name]
+                # Naming the gradient's placements, which are these, would cost a guard of each.
+                return UNSHARD(param.to_local(), param.shape, layout, dtype)
+        elif param is not None and name in self._zerofx_reads and _in_forward():
+            return _read_quietly(self, name, param)
         if param is _ABSENT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if param is None or name not in self._zerofx_reads:
-            return param
-        if torch.compiler.is_compiling():
-            sharded = isinstance(param, DTensor)  # functional_call puts plain values here
-            return read_full(param, *self._zerofx_reads[name]) if sharded else param
-        return _read_quietly(self, name, param) if _in_forward() else param
+        return param
 
     skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own
     return property(read)

@@ -61,11 +61,20 @@ def frame_being_compiled() -> int:
 
 def is_dtensor_call(node: fx.Node) -> bool:
     """Whether `node` of a Dynamo graph calls what only a `DTensor` has: `to_local` and its like."""
+    return _method(node) in _DTENSOR_METHODS
+
+
+def is_to_local(node: fx.Node) -> bool:
+    """Whether `node` of a Dynamo graph takes the local tensor of a `DTensor`."""
+    return _method(node) == "to_local"
+
+
+def _method(node: fx.Node) -> str:
     if node.op == "call_method":
-        return node.target in _DTENSOR_METHODS
+        return str(node.target)
     # Up to torch 2.11 Dynamo hides arguments that are no tensors in a function that it makes.
-    name = getattr(node.target, "__name__", "")
-    return node.op == "call_function" and name.removeprefix("prim_") in _DTENSOR_METHODS
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name.removeprefix("prim_")
 
 
 _DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")

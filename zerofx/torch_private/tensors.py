@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.distributed.tensor import DTensor
@@ -122,6 +123,37 @@ def local_part(value: DTensor) -> Tensor:
     """`value.to_local()`, differentiable twice: torch 2.11 forgets how it got to the gradient."""
     local: Tensor = _LocalPart.apply(value)
     return local
+
+
+def local_parts(values: Sequence[DTensor]) -> Sequence[Tensor]:
+    """The local tensors of many parameters, differentiable once; cheaper than one by one."""
+    return _LocalParts.apply(*values) if values else ()
+
+
+class _LocalParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *values: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [value._spec for value in values]
+        found = tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
+        frozen = [f for f, value in zip(found, values, strict=True) if not value.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if grad is None else DTensor(grad, spec, requires_grad=False)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+        )
+
+
+def fake_shard(value: DTensor) -> Tensor:
+    """The local tensor of a parameter, as AOTAutograd wants an input: fake, of fixed size."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None, "Dynamo made one for its backend"
+    fake = mode.from_tensor(value._local_tensor.detach(), static_shapes=True)
+    return fake.requires_grad_(value.requires_grad)
 
 
 class _LocalPart(torch.autograd.Function):

@@ -1,0 +1,56 @@
+"""Programs take shards: parameters become their local tensors before AOTAutograd sees them.
+
+For inputs of a subclass, as `DTensor` is, it traces a forward twice and every read through the
+subclass's own dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from zerofx.frontend.reads import graphs_with
+from zerofx.ir.spec import ParamSpec
+from zerofx.torch_private import fake_shard, is_checkpoint_call, is_to_local, local_parts
+
+
+def take_shards(
+    module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, ParamSpec]
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Let a graph take shards instead of parameters, where it reads nothing else of them.
+
+    Args:
+        module: Dynamo's graph, edited in place.
+        inputs: its inputs.
+        params: parameters by input position.
+
+    Returns:
+        Its inputs from now on, fake where they are shards; and what makes real ones of the old.
+    """
+    graphs = list(graphs_with(module, params))
+    whole = {spec.name for _, known in graphs for node, spec in known.items() if _reads_more(node)}
+    places = [place for place, spec in params.items() if spec.name not in whole]
+    for graph, known in graphs:
+        nodes = [node for node, spec in known.items() if spec.name not in whole]
+        for part in [user for node in nodes for user in node.users if is_to_local(user)]:
+            part.replace_all_uses_with(part.all_input_nodes[0])
+            graph.erase_node(part)
+        if nodes and graph.owning_module is not None:
+            graph.owning_module.recompile()
+    taken = list(inputs)
+    for place in places:
+        taken[place] = fake_shard(inputs[place])
+
+    def shards_of(values: Sequence[Any]) -> list[Any]:
+        found = list(values)
+        for place, shard in zip(places, local_parts([found[p] for p in places]), strict=True):
+            found[place] = shard
+        return found
+
+    return taken, shards_of
+
+
+def _reads_more(node: fx.Node) -> bool:
+    return not all(is_to_local(user) or is_checkpoint_call(user) for user in node.users)
