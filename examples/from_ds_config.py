@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         torch.manual_seed(0)
         model = GPT(len(characters.alphabet), LENGTH, args.width, args.depth).to(world.device)
+        recipe.cast_model(model)
         zerofx.shard(model, recipe.config)
         compiled: Any = torch.compile(model, backend=recipe.backend, options=recipe.options)
         optimizer = recipe.make_optimizer(model.parameters())

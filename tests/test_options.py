@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "accumulate": [0, None, 2.0],
     "broadcast_buffers": ["no", 0, None],
     "min_shard_numel": [-1, None, "5"],
+    "max_replicated_numel": [-1, 1e3, True],
     "bucket_bytes": [-1, 1.5, "1MB"],
     "prefetch_bytes": [-1, 1.5, True],
     "memory_budget": [-1, "all"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -58,6 +58,8 @@ class ZeroConfig:
         broadcast_buffers: rank 0's buffers win before each forward, as in DistributedDataParallel.
         min_shard_numel: parameters with fewer elements, and scalars, stay replicated; their
             gradients are all-reduced.
+        max_replicated_numel: elements that all those parameters together may have; if they have
+            more, the largest of them are sharded, too. By default there is no such bound.
         bucket_bytes: parameters are gathered, and gradients reduced, in buckets of about this many
             bytes of full values; neighbouring layers share one if they fit. 0: each alone. By
             default 16 MiB, or an eighth of all parameters if that is less.
@@ -119,6 +121,7 @@ class ZeroConfig:
     accumulate: int = 1
     broadcast_buffers: bool = True
     min_shard_numel: int = 512
+    max_replicated_numel: int | None = None
     bucket_bytes: int | None = None
     prefetch_bytes: int | None = None
     memory_budget: int | None = None
@@ -151,6 +154,21 @@ class ZeroConfig:
         """Names of the codecs of gradients: inside a node, or of the only hop; between nodes."""
         given = "int8" if self._codecs_are_chosen else self.quantize_gradients
         return (given, given) if isinstance(given, str) else given
+
+    def least_sharded(self, numels: Iterable[int]) -> int:
+        """The number of elements from which on parameters are sharded.
+
+        Args:
+            numels: elements of each parameter of the model.
+        """
+        least, total = max(1, self.min_shard_numel), 0
+        if self.max_replicated_numel is None:
+            return least
+        for numel in sorted(each for each in numels if each < least):
+            total += numel
+            if total > self.max_replicated_numel:
+                return numel
+        return least
 
     @property
     def _codecs_are_chosen(self) -> bool:

@@ -36,6 +36,11 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
         ),
         (_is_count(config.accumulate, 1), "accumulate", "an integer of at least 1"),
         (_is_count(config.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
+        (
+            _is_size(config.max_replicated_numel),
+            "max_replicated_numel",
+            "None or an integer of at least 0",
+        ),
         (_is_size(config.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
         (_is_size(config.memory_budget), "memory_budget", "None or an integer of at least 0"),
         (_is_size(config.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),

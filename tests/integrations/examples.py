@@ -22,12 +22,23 @@ _BOARD = {**BASE, "tensorboard.enabled": True}
 _WANDB = {**BASE, "wandb.enabled": True}
 _COMET = {**BASE, "comet.enabled": True}
 _CODED = {**_STAGE_3, "zero_optimization.zero_quantized_gradients": True}
+_FLOPS = {**BASE, "flops_profiler.enabled": True}
+_COMMS = {**BASE, "comms_logger.enabled": True}
 _CYCLE = {
     **BASE,
     "scheduler.type": "OneCycle",
     "scheduler.params.cycle_min_lr": 0.1,
     "scheduler.params.cycle_max_lr": 0.3,
 }
+
+ENABLED = {
+    **_ADAM,
+    "bf16.enabled": True,
+    "torch_autocast.enabled": True,
+    "flops_profiler.enabled": True,
+    "comms_logger.enabled": True,
+}
+"""Switches without which some keys are off."""
 
 HONOURED: dict[str, Pair] = {
     "train_batch_size": ({}, 4, 8),
@@ -46,6 +57,7 @@ HONOURED: dict[str, Pair] = {
     "optimizer.params.foreach": (_ADAM, False, True),
     "optimizer.params.fused": (_ADAM, False, True),
     "optimizer.params.capturable": (_ADAM, False, True),
+    "optimizer.params.bias_correction": (_ADAM, False, True),
     "optimizer.params.adam_w_mode": ({**BASE, "optimizer.type": "Adam"}, False, True),
     "optimizer.params.torch_adam": (_ADAM, False, True),
     "scheduler.type": (BASE, "WarmupLR", "LRRangeTest"),
@@ -86,10 +98,22 @@ HONOURED: dict[str, Pair] = {
     "torch_autocast.dtype": (_AUTOCAST, "bfloat16", "float16"),
     "communication_data_type": (_FP16, "fp16", "fp32"),
     "data_types.grad_accum_dtype": (_FP16, "fp16", "fp32"),
+    "data_types.buffer_dtype": (BASE, "bf16", "fp32"),
+    "data_types.keep_in_fp32_modules": (_FP16, [], ["*bias"]),
     "gradient_clipping": (BASE, 0.0, 0.5),
     "steps_per_print": (BASE, 1, 10),
     "wall_clock_breakdown": (BASE, False, True),
     "memory_breakdown": (BASE, False, True),
+    "flops_profiler.enabled": (BASE, False, True),
+    "flops_profiler.profile_step": (_FLOPS, 1, 5),
+    "flops_profiler.module_depth": (_FLOPS, -1, 2),
+    "flops_profiler.top_modules": (_FLOPS, 1, 3),
+    "flops_profiler.detailed": (_FLOPS, False, True),
+    "flops_profiler.output_file": (_FLOPS, None, "operations.txt"),
+    "comms_logger.enabled": (BASE, False, True),
+    "comms_logger.verbose": (_COMMS, False, True),
+    "comms_logger.prof_all": ({**_COMMS, "comms_logger.prof_ops": ["send"]}, False, True),
+    "comms_logger.prof_ops": ({**_COMMS, "comms_logger.prof_all": False}, ["send"], ["recv"]),
     "csv_monitor.enabled": (BASE, False, True),
     "csv_monitor.output_path": (_CSV, "one", "other"),
     "csv_monitor.job_name": (_CSV, "one", "other"),
@@ -122,6 +146,7 @@ HONOURED: dict[str, Pair] = {
     "zero_optimization.stage3_max_live_parameters": (_STAGE_3, 1e6, 1e7),
     "zero_optimization.stage3_max_reuse_distance": (_STAGE_3, 1e6, 1e7),
     "zero_optimization.stage3_param_persistence_threshold": (_STAGE_3, 1e3, 1e4),
+    "zero_optimization.stage3_model_persistence_threshold": (_STAGE_3, 1e3, 1e4),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (_STAGE_3, False, True),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (_STAGE_3, False, True),
     "zero_optimization.zero_quantized_weights": (_STAGE_3, False, True),
@@ -131,6 +156,9 @@ HONOURED: dict[str, Pair] = {
     "zero_optimization.zero_hpz_partition_size": (_STAGE_3, 1, 2),
     "zero_optimization.mics_shard_size": (_STAGE_3, 2, 4),
 }
+
+TOGETHER = {"bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"}
+"""Honoured keys that mean something together only."""
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Accelerator(accelerate.Accelerator):
         zero: stage and options of every prepared model; by default stage 3, or those of a model
             that is sharded already.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
+        cast: called with a model before it is sharded, such as `Recipe.cast_model`.
         scaler: scales losses, as `zerofx.GradScaler` does; by default Accelerate's own, if
             `mixed_precision` is `fp16`.
         kwargs: those of `accelerate.Accelerator`; `cpu` is true by default where there is no GPU.
@@ -52,6 +53,7 @@ class Accelerator(accelerate.Accelerator):
         zero: ZeroConfig | None = None,
         *,
         compile_kwargs: Mapping[str, Any] | None = None,
+        cast: Callable[[nn.Module], None] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
@@ -60,6 +62,7 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(**kwargs)
         self.scaler: Any = scaler or self.scaler
         self._zero = zero
+        self._cast = cast
         self._compile_kwargs = dict(compile_kwargs or {})
         self._refuse_rivals()
         self._refuse_counting_alone()
@@ -85,6 +88,8 @@ class Accelerator(accelerate.Accelerator):
         # "For evaluation" is Accelerate's way to say: mixed precision, but no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         session = session_of(plain)
+        if session is None and self._cast is not None:
+            self._cast(plain)
         if session is None or self._zero is not None:
             zerofx.shard(plain, self._zero)
             session = session_of(plain)

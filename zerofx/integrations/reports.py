@@ -43,6 +43,11 @@ class Reports(transformers.TrainerCallback):
         """Refuse parameters without gradients, if the file does."""
         self._recipe.check_gradients(kwargs["optimizer"])
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing is recorded any more."""
+        assert self._report is not None, "training began"
+        self._report.close()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A line, and figures for monitors."""
         assert self._report is not None, "training began"

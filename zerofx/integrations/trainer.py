@@ -91,6 +91,7 @@ class TrainerMixin(_Base):
         self.accelerator = Accelerator(
             self._zero,
             compile_kwargs=self._compile_kwargs,
+            cast=None if self._recipe is None else self._recipe.cast_model,
             scaler=scaler,
             **self._accelerator_arguments,
         )

@@ -56,6 +56,7 @@ class Session:
         scales_losses: something is computed in fp16, for which users scale losses.
         network: how ranks lie, and what their collectives cost.
         axes: of the mesh, as this rank sees them.
+        least_sharded: elements from which on a parameter is sharded.
         accumulation: which backwards hold gradients back.
     """
 
@@ -63,10 +64,12 @@ class Session:
         self,
         config: ZeroConfig,
         device: torch.device,
+        least_sharded: int,
         copied: Session | None = None,
         network: Network | None = None,
     ) -> None:
         self.config = config
+        self.least_sharded = least_sharded
         self.scales_losses = torch.float16 in (config.param_dtype, config.reduce_dtype)
         self.device = device
         self.mesh = make_mesh(config, device) if copied is None else copied.mesh
@@ -97,10 +100,10 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
-        return Session, (self.config, self.device, None, self.network)
+        return Session, (self.config, self.device, self.least_sharded, None, self.network)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
-        return Session(self.config, self.device, self)
+        return Session(self.config, self.device, self.least_sharded, self)
 
     def next_copy(self) -> str:
         """Key of the next copy of this model."""
@@ -122,7 +125,7 @@ class Session:
 
     def domain_for(self, shape: Sequence[int]) -> Domain:
         """Where a parameter of this global shape belongs: split, or whole on every rank."""
-        small = not shape or math.prod(shape) < max(1, self.config.min_shard_numel)
+        small = not shape or math.prod(shape) < self.least_sharded
         return self.replicated if small or not self.sharded.layout.sharded else self.sharded
 
     def state_of(self, param: Tensor) -> ParamState | None:

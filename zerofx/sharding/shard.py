@@ -63,7 +63,8 @@ def shard_model(
     if session is None:
         if not olds:
             raise ShardingError(f"{type(model).__name__} has no parameters", "compile it as it is")
-        session = Session(config, materialise.device_of(model))
+        least = config.least_sharded(param.numel() for param in olds.values())
+        session = Session(config, materialise.device_of(model), least)
         cast_border(model, config)
     elif session.config != config:
         raise ShardingError(
@@ -130,7 +131,7 @@ def _compare_plans(
     head = f"stage {options.stage}, mesh {tuple(session.mesh.shape)}, inner {options.inner}"
     lines = [
         head,
-        f"accumulate {options.accumulate}, small below {options.min_shard_numel}",
+        f"accumulate {options.accumulate}, small below {session.least_sharded}",
         f"disabled passes {sorted(options.disable)}, broadcast {options.broadcast_buffers}",
         f"detect_anomaly {options.detect_anomaly}",
         *passes,

@@ -1,7 +1,7 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: captured, compiler, distributed, given, tensors, turns.
+Modules: captured, compiler, distributed, given, profiling, tensors, turns.
 """
 
 from zerofx.torch_private.captured import (
@@ -10,6 +10,7 @@ from zerofx.torch_private.captured import (
     compilations,
     frame_being_compiled,
     is_dtensor_call,
+    is_to_local,
 )
 from zerofx.torch_private.compiler import (
     compile_for_sizes,
@@ -44,6 +45,7 @@ from zerofx.torch_private.distributed import (
     reduce_scatter_flat,
 )
 from zerofx.torch_private.given import before_forwards
+from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.tensors import (
     DispatchMode,
     FakeMode,
@@ -54,12 +56,14 @@ from zerofx.torch_private.tensors import (
     fake_copy,
     fake_mode,
     fake_mode_of,
+    fake_shard,
     foreach_by_default,
     foreach_one_by_one,
     inside_reentrant_checkpoint,
     inside_transform,
     is_mutable,
     local_part,
+    local_parts,
     map_tensors,
     memory_of,
     read_scalars_whole,
@@ -94,6 +98,7 @@ __all__ = [
     "fake_copy",
     "fake_mode",
     "fake_mode_of",
+    "fake_shard",
     "foreach_by_default",
     "foreach_one_by_one",
     "frame_being_compiled",
@@ -108,8 +113,11 @@ __all__ = [
     "is_dtensor_call",
     "is_message",
     "is_mutable",
+    "is_profiling",
+    "is_to_local",
     "is_tracing",
     "local_part",
+    "local_parts",
     "lookup_seed_op",
     "map_tensors",
     "memory_of",

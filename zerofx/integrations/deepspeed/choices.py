@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,10 +19,25 @@ _NOT_FOR_TORCH = ("adam_w_mode", "torch_adam", "set_grad_none", "fp32_optimizer_
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerChoice:
-    """A class of torch and what it is built with."""
+    """A class of torch and what it is built with.
+
+    Attributes:
+        cls: Adam, AdamW or SGD.
+        params: of the class.
+        corrects_bias: whether Adam's first steps make up for averages that begin at zero.
+    """
 
     cls: type[torch.optim.Optimizer]
     params: dict[str, Any]
+    corrects_bias: bool = True
+
+    def build(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """The optimizer over parameters, or groups of them."""
+        made = self.cls(params, **self.params)
+        if not self.corrects_bias:
+            made.register_step_pre_hook(_count_from_infinity)
+            made.register_load_state_dict_post_hook(_count_from_infinity)
+        return made
 
 
 def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
@@ -36,6 +52,7 @@ def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
         return None
     given = settings.section("optimizer.params")
     params = {key: value for key, value in given.items() if key not in _NOT_FOR_TORCH}
+    corrects_bias = params.pop("bias_correction", True) if name.lower() != "sgd" else True
     adam_w = given.get("adam_w_mode", True) or name.lower() == "adamw"
     classes: dict[str, type[torch.optim.Optimizer]] = {
         "adam": torch.optim.AdamW if adam_w else torch.optim.Adam,
@@ -56,7 +73,22 @@ def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
     unknown = [key for key in params if key not in known]
     if unknown:
         raise ConfigError(f"torch's {cls.__name__} has no such parameters", "drop them", unknown)
-    return OptimizerChoice(cls, params)
+    return OptimizerChoice(cls, params, corrects_bias)
+
+
+def _count_from_infinity(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Let Adam take its steps for late ones, whose bias is `beta ** inf`, which is 0."""
+    for group in optimizer.param_groups:
+        on_device = group["capturable"] or group["fused"]
+        for param in group["params"]:
+            if param in optimizer.state:
+                optimizer.state[param]["step"].fill_(torch.inf)
+            elif param.grad is not None:
+                device = param.device if on_device else "cpu"
+                names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * group["amsgrad"]
+                state = {name: torch.zeros_like(param) for name in names}
+                step = torch.full((), torch.inf, dtype=torch.float32, device=device)
+                optimizer.state[param] = {"step": step, **state}
 
 
 def shape_choice(settings: Settings) -> Shape | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 Kind = Literal["honoured", "always", "missing", "refused"]
-Type = Literal["bool", "count", "number", "text", "any"]
+Type = Literal["bool", "count", "number", "text", "texts", "any"]
 
 
 @dataclasses.dataclass(frozen=True)

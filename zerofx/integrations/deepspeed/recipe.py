@@ -19,6 +19,9 @@ from zerofx.checkpoint.export import export_safetensors
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.choices import OptimizerChoice
+from zerofx.integrations.deepspeed.comms import CommsOptions
+from zerofx.integrations.deepspeed.dtypes import Casts
+from zerofx.integrations.deepspeed.flops import FlopsOptions
 from zerofx.integrations.deepspeed.report import StepReport
 from zerofx.integrations.deepspeed.schedules import Schedule, Shape
 from zerofx.integrations.deepspeed.settings import Row
@@ -60,12 +63,15 @@ class Recipe:
         shape: the schedule, if the file names one.
         last_step: at which the schedule goes on; -1: it begins.
         scaling: how losses are scaled.
+        casts: what is cast for good before the model is sharded.
         autocast_dtype: of `torch_autocast`, if that is enabled.
         sums_gradients: whether gradients are summed over ranks, where they are averaged else.
         gradient_clipping: largest norm of gradients; 0: they are not clipped.
         steps_per_print: steps between two lines of a report; 0: no lines.
         wall_clock_breakdown: whether a report has times.
         memory_breakdown: whether a report has the memory in use.
+        flops: of which step a report shows operations, if of any.
+        comms: whose communication it shows, if any.
         monitors: where else figures go, by name, with parameters.
         dump_state: whether a report begins with the table.
         gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
@@ -80,12 +86,15 @@ class Recipe:
     shape: Shape | None
     last_step: int
     scaling: Scaling
+    casts: Casts
     autocast_dtype: torch.dtype | None
     sums_gradients: bool
     gradient_clipping: float
     steps_per_print: int
     wall_clock_breakdown: bool
     memory_breakdown: bool
+    flops: FlopsOptions | None
+    comms: CommsOptions | None
     monitors: Mapping[str, Mapping[str, Any]]
     dump_state: bool
     gathers_on_save: bool
@@ -131,6 +140,10 @@ class Recipe:
         """The options for `torch.compile`."""
         return {"config": self.config}
 
+    def cast_model(self, model: nn.Module) -> None:
+        """Cast parameters and buffers in place, if the file wants it; before they are sharded."""
+        self.casts.apply(model)
+
     def make_optimizer(self, params: Iterable[Any]) -> Optimizer:
         """Build the optimizer over parameters, or groups of them.
 
@@ -139,7 +152,7 @@ class Recipe:
         """
         if self.optimizer is None:
             raise ConfigError("the file names no optimizer", "build your own, or name one")
-        return self.optimizer.cls(params, **self.optimizer.params)
+        return self.optimizer.build(params)
 
     def make_scheduler(self, optimizer: Optimizer) -> Schedule | None:
         """Build the schedule; `None` if the file names none.
@@ -188,6 +201,7 @@ class Recipe:
         """Build what prints as the file asks; its monitors open here, on rank 0.
 
         Raises:
+            ConfigError: the file is to write where there is no folder.
             MissingPackageError: the package of a monitor is not installed.
         """
         report = StepReport(
@@ -198,6 +212,9 @@ class Recipe:
             weighed=self.memory_breakdown,
             monitors=[(name, dict(params)) for name, params in self.monitors.items()],
             samples=self.batch.train,
+            flops=self.flops,
+            comms=self.comms,
+            accumulation=self.batch.accumulation,
             write=write,
         )
         if self.dump_state:
@@ -210,11 +227,13 @@ class Recipe:
         scaler.scale(share * self._ranks if self.sums_gradients else share).backward()
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """See that every parameter has a gradient, if the file wants that.
+        """See that every parameter has a gradient, and a dtype, as the file wants it.
 
         Raises:
             ConfigError: names those without.
         """
+        if self.casts.params is not None:
+            _refuse_uncast(params_of(optimizer), self.casts.params)
         if not self.allows_unused:
             _refuse_unused(params_of(optimizer))
 
@@ -229,7 +248,7 @@ class Recipe:
             Whether the step was taken; on all ranks alike.
 
         Raises:
-            ConfigError: a parameter has no gradient, which the file does not allow.
+            ConfigError: a parameter has no gradient, or a dtype, which the file does not allow.
         """
         self.check_gradients(optimizer)
         scaler.unscale_(optimizer)
@@ -256,12 +275,26 @@ class Recipe:
         export_safetensors(model, folder, dtype=self.config.param_dtype)
 
 
+def _refuse_uncast(params: Iterable[Tensor], dtype: torch.dtype) -> None:
+    wide = [p for p in params if p.is_floating_point() and p.dtype.itemsize > dtype.itemsize]
+    if wide:
+        raise ConfigError(
+            f"the file wants parameters in {dtype} at rest",
+            "call recipe.cast_model(model) before the model is sharded",
+            _names(wide),
+        )
+
+
 def _refuse_unused(params: Iterable[Tensor]) -> None:
-    known = {param: state.spec.name for param, state in states_by_param().items()}
     unused = [p for p in params if p.requires_grad and p.grad is None]
     if unused:
         raise ConfigError(
             "parameters have no gradient, and the file says ignore_unused_parameters: false",
             "freeze them, or say true",
-            [known.get(id(param), f"of shape {tuple(param.shape)}") for param in unused],
+            _names(unused),
         )
+
+
+def _names(params: Iterable[Tensor]) -> list[str]:
+    known = {param: state.spec.name for param, state in states_by_param().items()}
+    return [known.get(id(param), f"of shape {tuple(param.shape)}") for param in params]

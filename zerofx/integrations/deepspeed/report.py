@@ -1,10 +1,9 @@
-"""What DeepSpeed prints while it trains: a line every few steps, and where time went."""
+"""What DeepSpeed prints while it trains: lines, where time went, and tables."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zerofx.integrations.deepspeed.clock import now
+from zerofx.integrations.deepspeed.comms import CommsOptions, CommsReport
+from zerofx.integrations.deepspeed.flops import FlopsOptions, FlopsReport
 from zerofx.integrations.deepspeed.monitors import open_monitor
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
 
@@ -24,13 +26,21 @@ class StepReport:
     Args:
         optimizer: whose learning rates are shown.
         scaler: which knows of skipped steps.
-        every: steps between two lines; 0: none, or one each step if times are asked for.
+        every: steps between two lines; 0: none, or one each step if times, memory or communication
+            are asked for.
         timed: whether to take times. Devices are waited for then, which slows training down.
         weighed: whether to show memory: what a GPU has allocated, and most of it so far; else the
             most that the process ever had resident.
         monitors: names and parameters of monitors that rank 0 opens.
         samples: of a step, over all ranks; monitors count in them.
+        flops: of which step to show operations.
+        comms: whose communication to show in the steps that have a line.
+        accumulation: micro-batches of a step.
         write: where rank 0's lines go.
+
+    Raises:
+        ConfigError: there is no folder for the file of `flops`.
+        MissingPackageError: the package of a monitor is not installed.
     """
 
     def __init__(
@@ -43,27 +53,40 @@ class StepReport:
         weighed: bool = False,
         monitors: Iterable[tuple[str, Mapping[str, Any]]] = (),
         samples: int = 1,
+        flops: FlopsOptions | None = None,
+        comms: CommsOptions | None = None,
+        accumulation: int = 1,
         write: Callable[[str], None] = print,
     ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
-        self._every = every or int(timed or weighed)
+        self._every = every or int(timed or weighed or comms is not None)
         self._timed, self._weighed = timed, weighed
         self._write_line = write
         self._samples = samples
         self._speaks = not dist.is_initialized() or dist.get_rank() == 0
         self._monitors = [open_monitor(*each) for each in monitors] if self._speaks else []
+        self._flops = self._comms = None
+        if flops is not None and self._speaks:
+            self._flops = FlopsReport(flops, optimizer, accumulation, write)
+        if comms is not None and self._speaks:
+            self._comms = CommsReport(comms, self._every, write)
         self._seconds: dict[str, float] = {}
         self._steps = self._skipped = 0
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Add the time inside to a part of the step, such as "forward"."""
-        if not self._timed:
+        flops = self._flops if self._flops and self._flops.times(self._steps) else None
+        if not self._timed and flops is None:
             yield
             return
-        start = _now()
+        start = now()
         yield
-        self._seconds[part] = self._seconds.get(part, 0.0) + _now() - start
+        spent = now() - start
+        if self._timed:
+            self._seconds[part] = self._seconds.get(part, 0.0) + spent
+        if flops is not None:
+            flops.add(part, spent)
 
     def step(self, loss: float | None = None) -> None:
         """An optimizer step was taken, or skipped.
@@ -77,11 +100,26 @@ class StepReport:
         if self._every and self._steps % self._every == 0:
             self.write(self._line())
             self._seconds.clear()
+        self._tables()
+
+    def close(self) -> None:
+        """Stop what records the step that was begun; without this call, when the report goes."""
+        if self._comms is not None:
+            self._comms.close()
 
     def write(self, text: str) -> None:
         """Show text, on rank 0."""
         if self._speaks:
             self._write_line(text)
+
+    def _tables(self) -> None:
+        """What a step is timed for comes first, for to read and start a recording takes time."""
+        if self._flops is not None:
+            self._flops.show(self._steps)
+        if self._comms is not None:
+            self._comms.step(self._steps)
+        if self._flops is not None:
+            self._flops.begin(self._steps)
 
     def _tell_monitors(self, loss: float | None) -> None:
         figures = {"lr": float(self._optimizer.param_groups[0]["lr"]), "train_loss": loss}
@@ -101,12 +139,6 @@ class StepReport:
             f"{part}={1000 * spent / self._every:.2f} ms" for part, spent in self._seconds.items()
         ]
         return ", ".join([*parts, *(_memory() if self._weighed else ())])
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _memory() -> list[str]:

@@ -198,10 +198,15 @@ def _typed(key: Key, value: Any) -> Any:
         "count": lambda: number and value >= 0 and value == int(value),
         "number": lambda: number and value >= 0,
         "text": lambda: isinstance(value, str),
+        "texts": lambda: isinstance(value, list) and all(isinstance(v, str) for v in value),
         "any": lambda: True,
     }
     if not good[key.type]():
-        wanted = {"count": "a whole number of at least 0", "number": "a number of at least 0"}
+        wanted = {
+            "count": "a whole number of at least 0",
+            "number": "a number of at least 0",
+            "texts": "a list of texts",
+        }
         raise ConfigError(
             f"{key.path} is {value!r}", f"write {wanted.get(key.type, f'a {key.type}')}"
         )

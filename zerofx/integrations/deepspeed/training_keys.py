@@ -54,7 +54,12 @@ _OPTIMIZER = [
     ),
     *keys("always", "optimizer.params", [("set_grad_none", "gradients are freed by `zero_grad`")]),
     *keys("always", "optimizer.params", [("fp32_optimizer_states", "they are")], "bool"),
-    *keys("missing", "optimizer.params", [("bias_correction", "torch corrects")], off=(True,)),
+    Key(
+        "optimizer.params.bias_correction",
+        "honoured",
+        "false: Adam takes its first steps for late ones",
+        "bool",
+    ),
     *keys("refused", "optimizer.params", [("max_grad_norm", "say `gradient_clipping`")]),
     *keys("always", "optimizer", [("legacy_fusion", "torch's optimizers are used")], "bool"),
     *keys(
@@ -120,16 +125,19 @@ _PRECISION = [
     Key("bf16.enabled", "honoured", "option `param_dtype`", "bool", needed=True),
     Key("bf16.check_grad_overflow", "honoured", "`make_scaler`: skips; true by default", "bool"),
     Key("bf16.immediate_grad_update", "always", "a gradient is added when it is there", "bool"),
-    *keys(
+    Key(
+        "fp16.fp16_master_weights_and_grads",
         "missing",
-        "",
-        [
-            ("fp16.fp16_master_weights_and_grads", "cast the model before it is sharded"),
-            ("bf16.bf16_master_weights_and_grads", "cast the model before it is sharded"),
-            ("bf16.bf16_optimizer_states", "states have their parameter's dtype"),
-        ],
+        "needs offloading, in DeepSpeed too",
         "bool",
     ),
+    Key(
+        "bf16.bf16_master_weights_and_grads",
+        "honoured",
+        "`cast_model`: parameters at rest; wants the next key, or offloading",
+        "bool",
+    ),
+    Key("bf16.bf16_optimizer_states", "honoured", "states have their parameter's dtype", "bool"),
     Key("torch_autocast.enabled", "honoured", "`autocast`", "bool"),
     Key("torch_autocast.dtype", "honoured", "`autocast`", "text"),
     Key(
@@ -139,15 +147,13 @@ _PRECISION = [
     ),
     Key("communication_data_type", "honoured", "option `reduce_dtype`", "text"),
     Key("data_types.grad_accum_dtype", "honoured", "option `reduce_dtype`", "text"),
-    *keys(
-        "missing",
-        "",
-        [
-            ("data_types.param_dtype", "cast the model before it is sharded"),
-            ("data_types.buffer_dtype", "cast the model before it is sharded"),
-            ("data_types.keep_in_fp32_modules", "use `torch.autocast`"),
-        ],
-        off=("auto",),
+    Key("data_types.param_dtype", "always", "it must name that of `fp16` or `bf16`", "text"),
+    Key("data_types.buffer_dtype", "honoured", "`cast_model`: dtype of buffers", "text"),
+    Key(
+        "data_types.keep_in_fp32_modules",
+        "honoured",
+        "`cast_model`: patterns of buffers that 16-bit training keeps in fp32",
+        "texts",
     ),
     Key("gradient_clipping", "honoured", "largest norm; by default 1.0; 0: no clipping", "number"),
     *keys(
@@ -191,13 +197,44 @@ _REPORTS = [
     Key("wall_clock_breakdown", "honoured", "`make_report`: times of each step", "bool"),
     Key("memory_breakdown", "honoured", "`make_report`: memory of each step", "bool"),
     Key("dump_state", "honoured", "`make_report` begins with this table", "bool"),
+    Key("flops_profiler.enabled", "honoured", "`make_report` shows operations and speed", "bool"),
     *keys(
-        "missing",
-        "",
+        "honoured",
+        "flops_profiler",
         [
-            ("comms_logger", "see `zerofx explain` and `zerofx bench comm`"),
-            ("flops_profiler", "see `zerofx explain` and `zerofx plan`"),
+            ("profile_step", "steps taken before the one that is shown; by default 1"),
+            ("top_modules", "classes shown of each depth; by default 1"),
         ],
+        "count",
+    ),
+    Key("flops_profiler.module_depth", "honoured", "the deepest that is shown; by default -1: all"),
+    Key("flops_profiler.detailed", "honoured", "shows each module; true by default", "bool"),
+    Key("flops_profiler.output_file", "honoured", "which the text is added to", "text"),
+    Key(
+        "flops_profiler.recompute_fwd_factor",
+        "always",
+        "operations of backward are counted, not estimated",
+    ),
+    *keys(
+        "honoured",
+        "comms_logger",
+        [
+            ("enabled", "`make_report` shows communication in every step that has a line"),
+            ("verbose", "shows each call, too"),
+            ("prof_all", "shows all operations; true by default"),
+        ],
+        "bool",
+    ),
+    Key(
+        "comms_logger.prof_ops",
+        "honoured",
+        "the operations shown if `prof_all` is false",
+        "texts",
+    ),
+    Key(
+        "comms_logger.debug",
+        "always",
+        "callers are the runtime's own; `zerofx explain` names what a program moves",
     ),
     *keys(
         "always",

@@ -13,6 +13,14 @@ from zerofx.codegen.blocks import KEPT
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
+from zerofx.integrations.deepspeed.comms import comms_options
+from zerofx.integrations.deepspeed.dtypes import (
+    autocast_dtype,
+    casts_of,
+    computation_dtype,
+    reduce_dtype,
+)
+from zerofx.integrations.deepspeed.flops import flops_options
 from zerofx.integrations.deepspeed.monitors import MONITORS
 from zerofx.integrations.deepspeed.read import Source, read
 from zerofx.integrations.deepspeed.recipe import Batch, Recipe, Scaling
@@ -24,7 +32,6 @@ from zerofx.passes.quantize_unshards import QuantizeUnshards
 from zerofx.runtime.feedback import RESET_AFTER
 
 _LOCO = {"err_beta": KEPT, "reset_T": RESET_AFTER}
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def from_deepspeed(
@@ -58,13 +65,13 @@ def from_deepspeed(
     settings = understand(read(source), auto or {}, leave_out)
     ranks = _world_size() if world_size is None else world_size
     batch = _batch(settings, ranks)
-    dtype = _dtype(settings)
+    dtype = computation_dtype(settings)
     itemsize = 4 if dtype is None else dtype.itemsize
     chosen = {
         "stage": settings.get("zero_optimization.stage", 0),
         "accumulate": batch.accumulation,
         "param_dtype": dtype,
-        "reduce_dtype": _reduce_dtype(settings),
+        "reduce_dtype": reduce_dtype(settings),
         **_sizes(settings, itemsize),
         **_switches(settings, ranks),
         **_zero_plus_plus(settings, ranks),
@@ -75,10 +82,12 @@ def from_deepspeed(
         raise ConfigError(
             f"the file sets options {', '.join(twice)} already", "change the file, or leave_out"
         )
+    flops = flops_options(settings)
     passes = (
         *_buckets(settings, itemsize),
         *_frozen_codes(settings, options.get("quantize_exact", ZeroConfig().quantize_exact)),
         *options.pop("passes", ()),
+        *(() if flops is None else (flops.counter,)),
     )
     return Recipe(
         config=ZeroConfig(**chosen, **options, passes=passes),
@@ -87,12 +96,15 @@ def from_deepspeed(
         shape=shape_choice(settings),
         last_step=settings.get("scheduler.params.last_batch_iteration", -1),
         scaling=_scaling(settings, dtype),
-        autocast_dtype=_autocast_dtype(settings),
+        casts=casts_of(settings, dtype),
+        autocast_dtype=autocast_dtype(settings),
         sums_gradients=_sums_gradients(settings),
         gradient_clipping=float(settings.get("gradient_clipping", 1.0)),
         steps_per_print=settings.get("steps_per_print", 0),
         wall_clock_breakdown=settings.get("wall_clock_breakdown", False),
         memory_breakdown=settings.get("memory_breakdown", False),
+        flops=flops,
+        comms=comms_options(settings),
         monitors={
             name: settings.section(name)
             for name in MONITORS
@@ -134,45 +146,11 @@ def _batch(settings: Settings, ranks: int) -> Batch:
     return Batch(product, micro, steps)
 
 
-def _dtype(settings: Settings) -> torch.dtype | None:
-    low = [name for name in ("fp16", "bf16") if settings.get(f"{name}.enabled", False)]
-    if len(low) == 2:
-        raise ConfigError("fp16 and bf16 are both enabled", "enable one of them")
-    return _DTYPES[low[0]] if low else None
-
-
-def _reduce_dtype(settings: Settings) -> torch.dtype | None:
-    """The wider of what gradients travel in and what they are summed in: here these are one."""
-    dtypes = [
-        _named_dtype(path, value)
-        for path in ("communication_data_type", "data_types.grad_accum_dtype")
-        if (value := settings.get(path)) is not None
-    ]
-    if len(dtypes) == 2:
-        return torch.promote_types(*dtypes)
-    return dtypes[0] if dtypes else None
-
-
 def _sums_gradients(settings: Settings) -> bool:
     op = settings.get("gradient_allreduce_op", "mean")
     if op not in ("mean", "sum"):
         raise ConfigError(f"gradient_allreduce_op is {op!r}", 'use "mean" or "sum"')
     return op == "sum"
-
-
-def _autocast_dtype(settings: Settings) -> torch.dtype | None:
-    if not settings.get("torch_autocast.enabled", False):
-        return None
-    return _named_dtype("torch_autocast.dtype", settings.get("torch_autocast.dtype", "bf16"))
-
-
-def _named_dtype(path: str, name: str) -> torch.dtype:
-    short = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
-    plain = name.lower().removeprefix("torch.")
-    dtype = _DTYPES.get(short.get(plain, plain.replace("bfloat", "bf")))
-    if dtype is None:
-        raise ConfigError(f"{path} is {name!r}", f"use one of {', '.join(_DTYPES)}")
-    return dtype
 
 
 def _buckets(settings: Settings, itemsize: int) -> tuple[Change, ...]:
@@ -193,12 +171,14 @@ def _sizes(settings: Settings, itemsize: int) -> dict[str, int | None]:
     zero = settings.section("zero_optimization")
     live, reuse = zero.get("stage3_max_live_parameters"), zero.get("stage3_max_reuse_distance")
     small = zero.get("stage3_param_persistence_threshold")
+    bound = zero.get("stage3_model_persistence_threshold")
     return {
         "prefetch_bytes": None if live is None else live * itemsize,
         # From its last use in forward to its first in backward lies twice what comes after it.
         "memory_budget": None if reuse is None else reuse // 2 * itemsize,
         # DeepSpeed keeps parameters up to the threshold, this option those below it.
         "min_shard_numel": None if small is None else small + 1,
+        "max_replicated_numel": bound,
     }
 
 
@@ -268,7 +248,7 @@ def _scaling(settings: Settings, dtype: torch.dtype | None) -> Scaling:
             min_scale=float(settings.get("fp16.min_loss_scale", 1)),
         )
     watched = dtype == torch.bfloat16 and settings.get("bf16.check_grad_overflow", True)
-    if _autocast_dtype(settings) == torch.float16:
+    if autocast_dtype(settings) == torch.float16:
         return Scaling(enabled=True, scale=2.0**16, dynamic=True, window=2000, hysteresis=1)
     return Scaling(enabled=watched)
 
