@@ -1,4 +1,4 @@
-"""Scripts on ranks of their own, without the seconds that torchrun takes to import torch anew.
+"""Scripts on ranks of their own, and modules alone, without a process that imports torch anew.
 
     printed = run_script(EXAMPLES / "quickstart.py", "--steps", "3", ranks=2)
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -69,6 +70,39 @@ def run_script(
     codes = [process.exitcode for process in processes]
     assert codes == [0] * ranks, (codes, *(text[-3000:] for pair in texts for text in pair))
     return "".join(printed for printed, _ in texts)
+
+
+def run_module(
+    name: str, *arguments: str, timeout: float = 150
+) -> subprocess.CompletedProcess[str]:
+    """What `python -m name arguments` does in this folder, as no rank."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as logs:
+        out, errors = Path(logs, "out"), Path(logs, "errors")
+        what = (str(out), str(errors), env, os.getcwd(), name, arguments)
+        process = forkserver().Process(target=_run_module, args=what)
+        process.start()
+        process.join(patience(timeout))
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        texts = [file.read_text(errors="replace") for file in (out, errors)]
+    return subprocess.CompletedProcess([name, *arguments], process.exitcode, *texts)
+
+
+def _run_module(
+    log: str, errors: str, env: dict[str, str], folder: str, name: str, arguments: tuple[str, ...]
+) -> None:
+    os.setpgid(0, 0)
+    end_with_the_session()
+    redirect_output(log, errors)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, folder)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _join(processes: list[Any], timeout: float) -> None:

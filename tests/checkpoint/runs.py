@@ -51,8 +51,17 @@ def sharded_by(stage: Any, **options: Any) -> ZeroConfig:
 class Run:
     """A model, its compiled form and an optimizer."""
 
-    def __init__(self, stage: int, seed: int = 0, build: Any = Everything, **options: Any) -> None:
-        torch._dynamo.reset()
+    def __init__(
+        self,
+        stage: int,
+        seed: int = 0,
+        build: Any = Everything,
+        *,
+        reset: bool = True,
+        **options: Any,
+    ) -> None:
+        if reset:  # which the runs of before would be compiled anew after
+            torch._dynamo.reset()
         torch.manual_seed(seed)
         self.model: Any = build()
         self.step: Any = torch.compile(

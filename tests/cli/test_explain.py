@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import TORCHRUN
+from tests.scripts import TORCHRUN, run_module
 from zerofx.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +19,10 @@ SCRIPT = str(ROOT / "tests" / "debug" / "trained.py")
 
 def explain(*arguments: str, ranks: bool = False) -> subprocess.CompletedProcess[str]:
     """The command in processes of its own: scripts make and leave process groups."""
-    command = [sys.executable, *(TORCHRUN if ranks else []), "-m", "zerofx", "explain"]
+    if not ranks:
+        return run_module("zerofx", "explain", *arguments)
     return subprocess.run(
-        [*command, *arguments],
+        [sys.executable, *TORCHRUN, "-m", "zerofx", "explain", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

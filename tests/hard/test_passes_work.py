@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, full
+from tests.hard.markers import markers_raise
+from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, full, same
 from tests.hard.wire import watched
 from tests.models import batch, make
 from tests.ranks import run_ranks
@@ -20,43 +20,34 @@ from zerofx.passes.pipelines import pipeline
 from zerofx.runtime.handles import live_domains
 
 
-@contextmanager
-def markers_raise() -> Iterator[None]:
-    """Eager kernels of the markers raise; programs do not call them."""
-    library = torch.library.Library("zerofx", "IMPL")
-
-    def refuse(*args: Any) -> Tensor:
-        raise AssertionError("a marker communicates")
-
-    for name in ("unshard", "reduce_grad"):
-        library.impl(name, refuse, "CPU")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
 def _zoo_loss(name: str) -> Callable[[Any, int], Tensor]:
     return lambda run, number: run(*batch(name, dist.get_rank(), number))
 
 
-def _without_markers(name: str, stage: int, inner: str) -> None:
-    options, rtol = (EAGER, 1e-6) if inner == "eager" else (INDUCTOR, 1e-5)
-    pair = Pair(make(name), stage, options, rtol=rtol)
-    with markers_raise():
-        pair.train(_zoo_loss(name), 3)
-        with torch.no_grad():
-            _zoo_loss(name)(pair.run, 0)
+def _without_markers(name: str, stage: int) -> None:
+    run: Any = torch.compile(make(name), backend=f"zero{stage}", options=EAGER)
+    with markers_raise(), torch.no_grad():
+        got = _zoo_loss(name)(run, 0)
+        same(got, _zoo_loss(name)(make(name), 0), "loss", 1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt_checkpointed", "encoder_decoder", "moe"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_collective_is_a_node(name: str, stage: int) -> None:
-    run_ranks(2, _without_markers, name, stage, "eager")
+    """In evaluation; `tests.numerics.runs` trains every model and stage while markers raise."""
+    run_ranks(2, _without_markers, name, stage)
+
+
+def _without_markers_through_inductor() -> None:
+    pair = Pair(make("mlp"), 3, INDUCTOR, rtol=1e-5)
+    with markers_raise():
+        pair.train(_zoo_loss("mlp"), 3)
+        with torch.no_grad():
+            _zoo_loss("mlp")(pair.run, 0)
 
 
 def test_every_collective_is_a_node_through_inductor() -> None:
-    run_ranks(2, _without_markers, "mlp", 3, "inductor", timeout=220)
+    run_ranks(2, _without_markers_through_inductor, timeout=220)
 
 
 def test_the_markers_would_raise() -> None:
