@@ -27,7 +27,7 @@ from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
 from zerofx.sharding.rows import cut
-from zerofx.sharding.shard import MakeValues, session_of, shard_model
+from zerofx.sharding.shard import MakeValues, no_sync_once_sharded, session_of, shard_model
 from zerofx.sharding.weights import Weights
 from zerofx.torch_private import unwrap_compiled
 
@@ -115,11 +115,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     `zero_grad()` inside drops the sum.
 
+    Args:
+        model: sharded, or sharded by its first forward inside the context.
+
     Raises:
-        ShardingError: the model is not sharded (yet).
+        ShardingError: the model is still not sharded at the end.
     """
-    with _session(model).no_sync():
+    plain = unwrap_compiled(model)
+    session = session_of(plain)
+    with no_sync_once_sharded(plain) if session is None else session.no_sync():
         yield
+    _session(model)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import zerofx
 from tests.hard.pair import EAGER, STAGES, Pair, draw
 from tests.hard.wire import Wire, watched
 from tests.ranks import run_ranks
-from zerofx.errors import UnreducedGradientError, UnsupportedError
+from zerofx.errors import ShardingError, UnreducedGradientError, UnsupportedError
 
 
 class Sides(nn.Module):
@@ -51,9 +51,6 @@ def _micro_batches(pair: Pair, sides: list[str], how: str, first: int) -> None:
 def _accumulates(stage: int, how: str) -> list[Wire]:
     options = {**EAGER, "accumulate": 3} if how == "accumulate" else EAGER
     pair = Pair(Sides(), stage, options, rtol=1e-6)
-    if how == "no_sync":
-        with torch.no_grad():
-            pair.run(draw(4, 7), _BOTH)
     wires = []
     for number, sides in enumerate(_SCHEDULES):
         with watched() as wire:
@@ -70,13 +67,11 @@ def test_micro_batches_add_up(stage: int, how: str) -> None:
 
 
 def _gradient_calls(stage: int, how: str) -> int:
-    """Messages with gradients over three micro-batches, after a step of warm-up."""
+    """Messages with gradients over the first three micro-batches."""
     alone = {**EAGER, "bucket_bytes": 0, "memory_budget": 0}
     options = {**alone, "accumulate": 3} if how == "accumulate" else alone
     model = Sides()
     run = torch.compile(model, backend=f"zero{stage}", options=options)
-    with torch.no_grad():
-        run(draw(4, 7), _BOTH)
     calls = 0
     for index in range(3):
         held = how == "no_sync" and index < 2
@@ -196,6 +191,21 @@ def _steps_too_early(stage: int, how: str) -> str:
 def test_a_step_over_gradients_held_back_raises(stage: int, how: str) -> None:
     for message in run_ranks(2, _steps_too_early, stage, how):
         assert "held back" in message and "stem.weight" in message, message
+
+
+def _never_sharded() -> str:
+    plain = Sides()
+    try:
+        with zerofx.no_sync(plain):
+            plain(draw(4, 7), _BOTH).backward()
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_no_sync_of_a_model_that_is_never_sharded_raises() -> None:
+    for message in run_ranks(2, _never_sharded):
+        assert "Sides is not sharded" in message, message
 
 
 def _clips(how: str) -> None:

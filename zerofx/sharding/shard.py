@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import cast
 
 import torch
@@ -23,6 +25,9 @@ from zerofx.sharding.rows import cut, own_rows
 
 MakeValues = Callable[[nn.Module, Session], dict[int, Tensor]]
 """Makes what a model on the meta device lacks: this rank's rows, by the parameter's `id`."""
+
+_Waiting = tuple[tuple[nn.Module, contextlib.ExitStack], ...]
+_waiting: ContextVar[_Waiting] = ContextVar("in no_sync, and not sharded yet", default=())
 
 
 def shard_model(
@@ -86,7 +91,21 @@ def shard_model(
     old_handles.move_collections(holders, replaced)
     for old, state in replaced.values():
         old_handles.make_stale(old, state.spec.name)
+    for waiting, opened in _waiting.get():
+        if id(session) in _sessions(waiting):
+            opened.enter_context(session.no_sync())
     return session
+
+
+@contextlib.contextmanager
+def no_sync_once_sharded(model: nn.Module) -> Iterator[None]:
+    """`no_sync` around the first forward, which shards `model`."""
+    with contextlib.ExitStack() as opened:
+        token = _waiting.set((*_waiting.get(), (model, opened)))
+        try:
+            yield
+        finally:
+            _waiting.reset(token)
 
 
 def session_of(model: nn.Module) -> Session | None:
@@ -95,17 +114,21 @@ def session_of(model: nn.Module) -> Session | None:
     Raises:
         ShardingError: parts of the model were sharded separately.
     """
-    sessions = {
-        id(state.domain.session): state.domain.session
-        for module in model.modules()
-        for state in bound_states(module).values()
-    }
+    sessions = _sessions(model)
     if len(sessions) > 1:
         raise ShardingError(
             f"parts of {type(model).__name__} were sharded separately",
             "shard the whole model once, before compiling its parts: zerofx.shard(model, config)",
         )
     return next(iter(sessions.values()), None)
+
+
+def _sessions(model: nn.Module) -> dict[int, Session]:
+    return {
+        id(state.domain.session): state.domain.session
+        for module in model.modules()
+        for state in bound_states(module).values()
+    }
 
 
 def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str]]:
