@@ -123,9 +123,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     plain = unwrap_compiled(model)
     session = session_of(plain)
-    with no_sync_once_sharded(plain) if session is None else session.no_sync():
+    if session is not None:
+        with session.no_sync():
+            yield
+        return
+    with no_sync_once_sharded(plain):
         yield
-    _session(model)
+    _session(plain)  # raises, if no forward inside sharded it
 
 
 @contextlib.contextmanager
