@@ -32,8 +32,17 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "int8, int4": {**_ALL_THREE, "quantize_gradients": ("int8", "int4")},
     "int4, int4": {**_ALL_THREE, "quantize_gradients": "int4"},
     "int4, int4, feedback": {**_ALL_THREE, "quantize_gradients": "int4.feedback"},
+    "all int4": {
+        "secondary_shards": True,
+        "quantize_weights": "int4x64",
+        "quantize_gradients": "int4",
+        "quantize_exact": "*norm*",
+    },
 }
-"""Options by name: codecs of gradients inside a node, and between nodes; int8 weights, hpZ."""
+"""Options by name: codecs of gradients inside a node, and between nodes; int8 weights, hpZ.
+
+`all int4`: weights, too, and those of embeddings.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -63,6 +63,7 @@ _SECONDARY = {"secondary_shards": True}
 ZEROPP: dict[str, dict[str, Any]] = {
     "codes": _WEIGHTS | _GRADIENTS,
     "codes_embed": _WEIGHTS | {"quantize_gradients": "int4"} | _ALL_BUT_NORMS,
+    "codes_int4": {"quantize_weights": "int4x64", "quantize_gradients": "int4"} | _ALL_BUT_NORMS,
     "all": _WEIGHTS | _GRADIENTS | _SECONDARY,
     "all_embed": _WEIGHTS | _GRADIENTS | _SECONDARY | _ALL_BUT_NORMS,
     "bf16": _BF16,

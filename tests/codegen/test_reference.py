@@ -199,6 +199,24 @@ def test_inductor_makes_the_same_bits(codec: Codec) -> None:
                 torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("codec", [Codec("int4", 64), Codec(rounding="stochastic", feedback=True)])
+def test_a_kernel_finds_operands_wherever_they_lie(codec: Codec) -> None:
+    """Views are worked out once; the next operands lie elsewhere, in the middle of larger ones."""
+    parcels = Parcels(
+        (Member("x", 900, 450, torch.float32), Member("y", 77, 39, torch.bfloat16)), codec, 2
+    )
+    kernel = Reference(Pack(parcels))
+    for seed in range(3):
+        inputs = [values_for(shape, dtype, seed) for shape, dtype in kernel.spec.inputs]
+        wanted = outputs_for(kernel.spec, seed)
+        apart = [torch.cat([x[:0].new_zeros(16 * seed), x])[16 * seed :] for x in inputs]
+        into = [torch.cat([x.new_zeros(8 * seed, x.shape[1]), x])[8 * seed :] for x in wanted]
+        kernel(apart, into, seed)
+        Reference(kernel.spec)(inputs, wanted, seed)
+        for got, want in zip(into, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_operands_are_checked() -> None:
     parcels = Parcels((Member("x", 64, 64, torch.float32),), Codec("int8", 64), 1)
     good, wire = torch.zeros(64), torch.empty(parcels.shape, dtype=torch.uint8)

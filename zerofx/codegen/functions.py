@@ -18,7 +18,13 @@ Function = Callable[..., None]
 
 
 def function_for(
-    kind: str, codec: Codec, out: Codec, operands: Sequence[Tensor], compiled: bool
+    kind: str,
+    codec: Codec,
+    out: Codec,
+    operands: Sequence[Tensor],
+    *,
+    compiled: bool,
+    device: torch.device,
 ) -> Function:
     """`pack`, `unpack` or `repack` for operands of these kinds; it writes the last of them.
 
@@ -36,7 +42,7 @@ def function_for(
         return _MAKERS[kind](codec, out)
     axes = _axes(kind, codec, out)[: len(operands)]
     kinds = tuple(_Kind.of(*pair) for pair in zip(operands, axes, strict=True))
-    return _compiled(kind, codec, out, kinds, operands[0].device)
+    return _compiled(kind, codec, out, kinds, device)
 
 
 def _axes(kind: str, codec: Codec, out: Codec) -> list[str]:

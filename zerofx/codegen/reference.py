@@ -8,13 +8,14 @@ needs a handful of them, however many buckets it has.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zerofx.codegen.blocks import TINY, code_dtype
+from zerofx.codegen.calls import Calls
 from zerofx.codegen.functions import function_for
 from zerofx.codegen.operands import as_int32, check_operands
 from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, num_blocks
@@ -32,6 +33,9 @@ class Reference:
 
     spec: KernelSpec
     compiled: bool = False
+    _calls: dict[torch.device, Calls] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], seed: int = 0) -> None:
         """Read `inputs` and write every byte of `outputs`; the spec says their shapes.
@@ -48,33 +52,59 @@ class Reference:
         check_operands(self.spec, inputs, outputs)
         if num_blocks(self.spec) == 0:
             return
-        if isinstance(self.spec, Pack):
-            self._pack(self.spec.parcels, inputs, outputs, seed)
-        elif isinstance(self.spec, Unpack):
-            self._unpack(self.spec.parcels, inputs[0], outputs)
-        else:
-            self._repack(self.spec, inputs[0], outputs, seed)
+        device = outputs[0].device
+        if device not in self._calls:
+            self._calls[device] = _Rectangles(self.spec, self.compiled, device).calls
+        number = torch.tensor(as_int32(seed), dtype=torch.int32, device=device)
+        self._calls[device]([*inputs, *outputs, number])
 
-    def _pack(
-        self, parcels: Parcels, tensors: Sequence[Tensor], wires: Sequence[Tensor], seed: int
-    ) -> None:
+
+class _Rectangles:
+    """Makes the calls of a kernel; tensors are stand-ins here, see `Calls`.
+
+    Args:
+        spec: what it does.
+        compiled: whether functions go through Inductor.
+        device: of the operands.
+
+    Attributes:
+        calls: with inputs, outputs and the seed `int32`.
+    """
+
+    def __init__(self, spec: KernelSpec, compiled: bool, device: torch.device) -> None:
+        self.calls = Calls([*spec.inputs, *spec.outputs, ((), torch.int32)], device)
+        self._compiled = compiled
+        *tensors, self._seed = self.calls.operands
+        inputs, outputs = tensors[: len(spec.inputs)], tensors[len(spec.inputs) :]
+        if isinstance(spec, Pack):
+            self._pack(spec.parcels, inputs, outputs)
+        elif isinstance(spec, Unpack):
+            self._unpack(spec.parcels, inputs[0], outputs)
+        else:
+            self._repack(spec, inputs[0], outputs)
+
+    def _pack(self, parcels: Parcels, tensors: Sequence[Tensor], wires: Sequence[Tensor]) -> None:
         codec, size = parcels.codec, parcels.codec.block
         by_node = [_by_node(wire, parcels) for wire in wires]
-        written = _written(by_node, parcels.num_blocks, codec)
+        written = self._written(by_node, parcels.num_blocks, codec)
         for member, first, tensor in _placed(parcels, tensors):
             last = first + parcels.blocks_of(member)
             for run in _runs(parcels, member):
                 rows = [[each[run.node, run.locals] for each in one] for one in written]
-                for values, block in run.pieces(tensor, size, padded=True):
+                for values, block in run.pieces(tensor, size):
                     place = slice(first + block, first + block + values.shape[1])
                     into = [each[:, place] for one in rows for each in one]
                     starts = [
                         (chunk * parcels.num_blocks + first + block) * size for chunk in run.chunks
                     ]
-                    self._run("pack", codec, codec, [values, *into], seed, starts)
+                    whole = values
+                    if values.shape[-1] < size:
+                        whole = self._whole_block(values, size)
+                        self._add(_pad, whole, values)
+                    self._run("pack", codec, codec, [whole, *into], starts)
                 for codes, *params in rows:
                     unused = slice(first + -(-run.count // size), last)
-                    _fill_zeros(codes[:, unused], [param[:, unused] for param in params])
+                    self._fill_zeros(codes[:, unused], [param[:, unused] for param in params])
 
     def _unpack(self, parcels: Parcels, wires: Tensor, tensors: Sequence[Tensor]) -> None:
         codec, size = parcels.codec, parcels.codec.block
@@ -84,22 +114,22 @@ class Reference:
         for member, first, tensor in _placed(parcels, tensors):
             for run in _runs(parcels, member):
                 rows = codes[:, run.node, run.locals], *(p[:, run.node, run.locals] for p in params)
-                for values, block in run.pieces(tensor, size, padded=False):
+                for values, block in run.pieces(tensor, size):
                     short = values.shape[-1] < size
-                    whole = values.new_empty(len(run.chunks), 1, size) if short else values
+                    whole = self._whole_block(values, size) if short else values
                     read = [row[:, :, first + block :][:, :, : whole.shape[1]] for row in rows]
                     halves = whole.chunk(2, -1) if codec.code == "int4" else [whole]
                     self._run("unpack", codec, codec, [*read, *halves])
                     if short:
-                        values.copy_(whole[..., : values.shape[-1]])
+                        self._add(Tensor.copy_, values, whole[..., : values.shape[-1]])
 
-    def _repack(self, spec: Repack, wires: Tensor, out: Sequence[Tensor], seed: int) -> None:
+    def _repack(self, spec: Repack, wires: Tensor, out: Sequence[Tensor]) -> None:
         codes, params = _sections(wires, spec.num_blocks, spec.codec, written=False)
         operands = [codes, *(param[..., : spec.num_blocks] for param in params)]
-        for into, *scales in _written(out, spec.num_blocks, spec.out):
+        for into, *scales in self._written(out, spec.num_blocks, spec.out):
             operands += [into, *(scale[:, : spec.num_blocks] for scale in scales)]
         starts = [parcel * spec.num_blocks * spec.out.block for parcel in range(spec.num)]
-        self._run("repack", spec.codec, spec.out, operands, seed, starts)
+        self._run("repack", spec.codec, spec.out, operands, starts)
 
     def _run(
         self,
@@ -107,19 +137,48 @@ class Reference:
         codec: Codec,
         out: Codec,
         operands: list[Tensor],
-        seed: int = 0,
         starts: Sequence[int] = (),
     ) -> None:
         """One function on one rectangle; `starts` are the positions of its rows' first elements."""
-        if not operands[0].numel():
-            return
-        if kind != "unpack" and out.rounding == "stochastic":
-            counters = [torch.tensor([as_int32(start) for start in starts], dtype=torch.int32)]
-            counters.append(torch.tensor(as_int32(seed), dtype=torch.int32))
-            operands = [*operands, *(counter.to(operands[0].device) for counter in counters)]
         # The last block of a tensor, and tensors of one block, are not worth a compilation.
-        compiled = self.compiled and operands[0].shape[-2] > 1
-        function_for(kind, codec, out, operands, compiled)(*operands)
+        compiled = self._compiled and operands[0].shape[-2] > 1
+        find = functools.partial(
+            function_for, kind, codec, out, compiled=compiled, device=self.calls.device
+        )
+        if kind == "unpack" or out.rounding == "nearest":
+            self._add(find(operands), *operands)
+            return
+        positions = torch.tensor(
+            [as_int32(start) for start in starts], dtype=torch.int32, device=self.calls.device
+        )
+        function = find([*operands, positions, self._seed])
+        self._add(lambda *views: function(*views[:-1], positions, views[-1]), *operands, self._seed)
+
+    def _written(
+        self, wires: Sequence[Tensor], num_blocks: int, codec: Codec
+    ) -> list[list[Tensor]]:
+        """Sections of a wire, and of errors if there are any; slots without a block are filled."""
+        sections: list[list[Tensor]] = []
+        for wire, kind in zip(wires, (codec, codec.errors), strict=False):
+            codes, params = _sections(wire, num_blocks, kind, written=True)
+            self._fill_zeros(codes[..., :0, :], [param[..., num_blocks:] for param in params])
+            sections.append([codes, *params])
+        return sections
+
+    def _fill_zeros(self, codes: Tensor, params: Sequence[Tensor]) -> None:
+        """Blocks of zeros, as `encode` writes them."""
+        self._add(Tensor.zero_, codes)
+        self._add(_fill_tiny, params[0])
+        for low in params[1:]:
+            self._add(Tensor.zero_, low)
+
+    def _whole_block(self, values: Tensor, size: int) -> Tensor:
+        """Memory for one block in place of a short one."""
+        return self.calls.scratch((len(values), 1, size), values.dtype)
+
+    def _add(self, function: Callable[..., object], *views: Tensor) -> None:
+        if views[0].numel():
+            self.calls.add(function, *views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,14 +199,8 @@ class _Run:
     start: int
     count: int
 
-    def pieces(self, tensor: Tensor, block: int, *, padded: bool) -> Iterator[tuple[Tensor, int]]:
-        """Whole blocks `[chunks, blocks, block]`, then the last short one, each with its place.
-
-        Args:
-            tensor: the member, flat.
-            block: block size.
-            padded: copy the short one and fill it up with zeros; otherwise it is a view.
-        """
+    def pieces(self, tensor: Tensor, block: int) -> Iterator[tuple[Tensor, int]]:
+        """Whole blocks `[chunks, blocks, block]`, then the last short one, each with its place."""
         rows = tensor[self.start :][: len(self.chunks) * self.count].view(
             len(self.chunks), self.count
         )
@@ -155,8 +208,7 @@ class _Run:
         if num_blocks:
             yield rows[:, : num_blocks * block].unflatten(1, (num_blocks, block)), 0
         if rest:
-            end = rows[:, None, num_blocks * block :]
-            yield F.pad(end, (0, block - rest)) if padded else end, num_blocks
+            yield rows[:, None, num_blocks * block :], num_blocks
 
 
 def _runs(parcels: Parcels, member: Member) -> Iterator[_Run]:
@@ -195,19 +247,11 @@ def _sections(
     )
 
 
-def _written(wires: Sequence[Tensor], num_blocks: int, codec: Codec) -> list[list[Tensor]]:
-    """Sections of a wire, and of errors if there are any; slots without a block are filled."""
-    sections: list[list[Tensor]] = []
-    for wire, kind in zip(wires, (codec, codec.errors), strict=False):
-        codes, params = _sections(wire, num_blocks, kind, written=True)
-        _fill_zeros(codes[..., :0, :], [param[..., num_blocks:] for param in params])
-        sections.append([codes, *params])
-    return sections
+def _pad(block: Tensor, values: Tensor) -> None:
+    """A short block, filled up with zeros."""
+    block[..., : values.shape[-1]].copy_(values)
+    block[..., values.shape[-1] :].zero_()
 
 
-def _fill_zeros(codes: Tensor, params: Sequence[Tensor]) -> None:
-    """Blocks of zeros, as `encode` writes them."""
-    codes.zero_()
-    params[0].fill_(TINY)
-    for low in params[1:]:
-        low.zero_()
+def _fill_tiny(scales: Tensor) -> None:
+    scales.fill_(TINY)
