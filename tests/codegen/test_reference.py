@@ -209,7 +209,7 @@ def test_a_kernel_finds_operands_wherever_they_lie(codec: Codec) -> None:
     for seed in range(3):
         inputs = [values_for(shape, dtype, seed) for shape, dtype in kernel.spec.inputs]
         wanted = outputs_for(kernel.spec, seed)
-        apart = [torch.cat([x[:0].new_zeros(16 * seed), x])[16 * seed :] for x in inputs]
+        apart = [torch.cat([x.new_zeros(16 * seed), x])[16 * seed :] for x in inputs]
         into = [torch.cat([x.new_zeros(8 * seed, x.shape[1]), x])[8 * seed :] for x in wanted]
         kernel(apart, into, seed)
         Reference(kernel.spec)(inputs, wanted, seed)
