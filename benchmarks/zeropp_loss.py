@@ -33,7 +33,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "int4, int4": {**_ALL_THREE, "quantize_gradients": "int4"},
     "int4, int4, feedback": {**_ALL_THREE, "quantize_gradients": "int4.feedback"},
     "all int4": {
-        "secondary_shards": True,
+        **_ALL_THREE,
         "quantize_weights": "int4x64",
         "quantize_gradients": "int4",
         "quantize_exact": "*norm*",

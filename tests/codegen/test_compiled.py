@@ -12,7 +12,7 @@ import torch
 
 from tests.codegen.cases import CASES, SHAPES
 from zerofx.codegen.build import OPTIONS, import_function, write_source
-from zerofx.codegen.emit import takes_seed
+from zerofx.codegen.operands import takes_seed
 from zerofx.ir.kernels import KernelSpec
 
 triton: Any = pytest.importorskip("triton", reason="needs Triton: pip install 'zerofx[triton]'")

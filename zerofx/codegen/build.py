@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerofx.codegen.emit import emit, kernel_name, takes_seed
-from zerofx.codegen.operands import as_int32, check_operands
+from zerofx.codegen.emit import emit, kernel_name
+from zerofx.codegen.operands import as_int32, check_operands, takes_seed
 from zerofx.codegen.tiles import NUM_WARPS, tiling_of
 from zerofx.errors import KernelError
 from zerofx.ir.kernels import KernelSpec

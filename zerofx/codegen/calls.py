@@ -7,15 +7,14 @@ sizes, strides and offsets: one operation gives a view that takes five or six to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from zerofx.codegen.functions import Function
 from zerofx.ir.kernels import TensorSpec
 from zerofx.torch_private import storage_key
-
-Function = Callable[..., object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,25 +53,23 @@ class Calls:
         self.device = device
         self._numbers: dict[int, int] = {}
         self._memories: dict[tuple[int, torch.dtype], int] = {}
-        self._scratch: list[TensorSpec] = []
+        self._scratch: list[Tensor] = []
         self._calls: list[tuple[Function, tuple[_View, ...]]] = []
-        self._standing: list[Tensor] = []
         self.operands = [self._stand_in(*spec) for spec in operands]
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory, with anything in it, that is there for the time of the calls."""
-        self._scratch.append((shape, dtype))
-        return self._stand_in(shape, dtype)
+        self._scratch.append(self._stand_in(shape, dtype))
+        return self._scratch[-1]
 
     def add(self, function: Function, *views: Tensor) -> None:
-        """Call `function` with these views when the time comes."""
-        self._calls.append((function, tuple(self._view(view) for view in views)))
+        """Call `function` with these views when the time comes, if the first holds anything."""
+        if views[0].numel():
+            self._calls.append((function, tuple(self._view(view) for view in views)))
 
     def __call__(self, operands: Sequence[Tensor]) -> None:
         """Call everything that was added, with views of `operands`."""
-        scratch = [
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._scratch
-        ]
+        scratch = [torch.empty_like(each, device=self.device) for each in self._scratch]
         tensors = [*operands, *scratch]
         memories = [tensors[number].view(dtype) for number, dtype in self._memories]
         starts = [memory.storage_offset() for memory in memories]
@@ -88,8 +85,7 @@ class Calls:
 
     def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         made = torch.empty(shape, dtype=dtype, device="meta")
-        self._numbers[storage_key(made)] = len(self._standing)
-        self._standing.append(made)
+        self._numbers[storage_key(made)] = len(self._numbers)
         return made
 
     def _view(self, view: Tensor) -> _View:

@@ -14,6 +14,7 @@ from zerofx.codegen.arithmetic import Lines, names_of
 from zerofx.codegen.blocks import TINY
 from zerofx.codegen.expressions import Expr, Scope, code
 from zerofx.codegen.header import header
+from zerofx.codegen.operands import takes_seed
 from zerofx.codegen.sections import (
     Section,
     add_errors,
@@ -30,11 +31,6 @@ from zerofx.ir.parcels import Codec, place
 def kernel_name(spec: KernelSpec) -> str:
     """Name of the function to launch: `pack`, `unpack` or `repack`."""
     return type(spec).__name__.lower()
-
-
-def takes_seed(spec: KernelSpec) -> bool:
-    """Whether the function's last parameter is a seed."""
-    return not isinstance(spec, Unpack) and codecs_of(spec)[1].rounding == "stochastic"
 
 
 def emit(spec: KernelSpec) -> str:

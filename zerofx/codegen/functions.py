@@ -14,7 +14,7 @@ from zerofx.codegen import blocks
 from zerofx.ir.parcels import Codec
 from zerofx.torch_private import compile_for_sizes
 
-Function = Callable[..., None]
+Function = Callable[..., object]
 
 
 def function_for(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zerofx.codegen.tiles import codecs_of
 from zerofx.errors import KernelError
-from zerofx.ir.kernels import KernelSpec
+from zerofx.ir.kernels import KernelSpec, Unpack
 
 
 def check_operands(spec: KernelSpec, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -30,6 +31,11 @@ def check_operands(spec: KernelSpec, inputs: Sequence[Tensor], outputs: Sequence
                 raise KernelError(f"{kind} got {what} {number} not contiguous", "make it so")
     if len({tensor.device for tensor in (*inputs, *outputs)}) > 1:
         raise KernelError(f"{kind} got operands on several devices", "move them to one")
+
+
+def takes_seed(spec: KernelSpec) -> bool:
+    """Whether a seed follows the operands: codes are rounded stochastically."""
+    return not isinstance(spec, Unpack) and codecs_of(spec)[1].rounding == "stochastic"
 
 
 def as_int32(number: int) -> int:

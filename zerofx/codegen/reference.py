@@ -8,8 +8,7 @@ needs a handful of them, however many buckets it has.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from zerofx.codegen.blocks import TINY, code_dtype
 from zerofx.codegen.calls import Calls
 from zerofx.codegen.functions import function_for
-from zerofx.codegen.operands import as_int32, check_operands
+from zerofx.codegen.operands import as_int32, check_operands, takes_seed
 from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, num_blocks
 from zerofx.ir.parcels import Codec, Member, Parcels
 
@@ -55,8 +54,8 @@ class Reference:
         device = outputs[0].device
         if device not in self._calls:
             self._calls[device] = _Rectangles(self.spec, self.compiled, device).calls
-        number = torch.tensor(as_int32(seed), dtype=torch.int32, device=device)
-        self._calls[device]([*inputs, *outputs, number])
+        seeds = [_int32(seed, device)] if takes_seed(self.spec) else []
+        self._calls[device]([*inputs, *outputs, *seeds])
 
 
 class _Rectangles:
@@ -68,14 +67,16 @@ class _Rectangles:
         device: of the operands.
 
     Attributes:
-        calls: with inputs, outputs and the seed `int32`.
+        calls: with inputs, outputs and, if there is one, the seed `int32`.
     """
 
     def __init__(self, spec: KernelSpec, compiled: bool, device: torch.device) -> None:
-        self.calls = Calls([*spec.inputs, *spec.outputs, ((), torch.int32)], device)
+        seeds = [((), torch.int32)] if takes_seed(spec) else []
+        self.calls = Calls([*spec.inputs, *spec.outputs, *seeds], device)
         self._compiled = compiled
-        *tensors, self._seed = self.calls.operands
-        inputs, outputs = tensors[: len(spec.inputs)], tensors[len(spec.inputs) :]
+        begin, end = len(spec.inputs), len(spec.inputs) + len(spec.outputs)
+        inputs, outputs = self.calls.operands[:begin], self.calls.operands[begin:end]
+        self._seeds = self.calls.operands[end:]
         if isinstance(spec, Pack):
             self._pack(spec.parcels, inputs, outputs)
         elif isinstance(spec, Unpack):
@@ -100,7 +101,7 @@ class _Rectangles:
                     whole = values
                     if values.shape[-1] < size:
                         whole = self._whole_block(values, size)
-                        self._add(_pad, whole, values)
+                        self.calls.add(_pad, whole, values)
                     self._run("pack", codec, codec, [whole, *into], starts)
                 for codes, *params in rows:
                     unused = slice(first + -(-run.count // size), last)
@@ -121,7 +122,7 @@ class _Rectangles:
                     halves = whole.chunk(2, -1) if codec.code == "int4" else [whole]
                     self._run("unpack", codec, codec, [*read, *halves])
                     if short:
-                        self._add(Tensor.copy_, values, whole[..., : values.shape[-1]])
+                        self.calls.add(Tensor.copy_, values, whole[..., : values.shape[-1]])
 
     def _repack(self, spec: Repack, wires: Tensor, out: Sequence[Tensor]) -> None:
         codes, params = _sections(wires, spec.num_blocks, spec.codec, written=False)
@@ -142,17 +143,21 @@ class _Rectangles:
         """One function on one rectangle; `starts` are the positions of its rows' first elements."""
         # The last block of a tensor, and tensors of one block, are not worth a compilation.
         compiled = self._compiled and operands[0].shape[-2] > 1
-        find = functools.partial(
-            function_for, kind, codec, out, compiled=compiled, device=self.calls.device
+        device = self.calls.device
+        positions = [_int32(starts, device)] if self._seeds else []
+        function = function_for(
+            kind,
+            codec,
+            out,
+            [*operands, *positions, *self._seeds],
+            compiled=compiled,
+            device=device,
         )
-        if kind == "unpack" or out.rounding == "nearest":
-            self._add(find(operands), *operands)
-            return
-        positions = torch.tensor(
-            [as_int32(start) for start in starts], dtype=torch.int32, device=self.calls.device
-        )
-        function = find([*operands, positions, self._seed])
-        self._add(lambda *views: function(*views[:-1], positions, views[-1]), *operands, self._seed)
+
+        def call(*views: Tensor) -> None:
+            function(*views[: len(operands)], *positions, *views[len(operands) :])
+
+        self.calls.add(call if positions else function, *operands, *self._seeds)
 
     def _written(
         self, wires: Sequence[Tensor], num_blocks: int, codec: Codec
@@ -167,18 +172,14 @@ class _Rectangles:
 
     def _fill_zeros(self, codes: Tensor, params: Sequence[Tensor]) -> None:
         """Blocks of zeros, as `encode` writes them."""
-        self._add(Tensor.zero_, codes)
-        self._add(_fill_tiny, params[0])
+        self.calls.add(Tensor.zero_, codes)
+        self.calls.add(_fill_tiny, params[0])
         for low in params[1:]:
-            self._add(Tensor.zero_, low)
+            self.calls.add(Tensor.zero_, low)
 
     def _whole_block(self, values: Tensor, size: int) -> Tensor:
         """Memory for one block in place of a short one."""
         return self.calls.scratch((len(values), 1, size), values.dtype)
-
-    def _add(self, function: Callable[..., object], *views: Tensor) -> None:
-        if views[0].numel():
-            self.calls.add(function, *views)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +246,12 @@ def _sections(
     return codes.view(code_dtype(codec, written=written)), list(
         wire[..., end:].view(torch.float32).chunk(codec.num_params, -1)
     )
+
+
+def _int32(numbers: int | Sequence[int], device: torch.device) -> Tensor:
+    """A number, or several, of which the lowest 32 bits count."""
+    low = as_int32(numbers) if isinstance(numbers, int) else [as_int32(each) for each in numbers]
+    return torch.tensor(low, dtype=torch.int32, device=device)
 
 
 def _pad(block: Tensor, values: Tensor) -> None:

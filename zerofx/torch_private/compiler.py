@@ -183,7 +183,7 @@ def compile_with_inductor(
 
 
 def compile_for_sizes(
-    function: Callable[..., None], examples: Sequence[Tensor]
+    function: Callable[..., object], examples: Sequence[Tensor]
 ) -> Callable[[list[Any]], Any]:
     """Compile a function that writes some of its operands, once for operands of all sizes.
 
