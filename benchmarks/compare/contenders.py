@@ -59,11 +59,12 @@ _BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 _ALL_BUT_NORMS = {"quantize_exact": "*norm*"}
 _WEIGHTS = {"quantize_weights": "int8"}
 _GRADIENTS = {"quantize_gradients": ("int8", "int4")}
+_INT4 = {"quantize_weights": "int4x64", "quantize_gradients": "int4"}
 _SECONDARY = {"secondary_shards": True}
 ZEROPP: dict[str, dict[str, Any]] = {
     "codes": _WEIGHTS | _GRADIENTS,
     "codes_embed": _WEIGHTS | {"quantize_gradients": "int4"} | _ALL_BUT_NORMS,
-    "codes_int4": {"quantize_weights": "int4x64", "quantize_gradients": "int4"} | _ALL_BUT_NORMS,
+    "codes_int4": _INT4 | _ALL_BUT_NORMS,
     "all": _WEIGHTS | _GRADIENTS | _SECONDARY,
     "all_embed": _WEIGHTS | _GRADIENTS | _SECONDARY | _ALL_BUT_NORMS,
     "bf16": _BF16,
@@ -72,6 +73,7 @@ ZEROPP: dict[str, dict[str, Any]] = {
     "bf16_qgz": _BF16 | _GRADIENTS | _ALL_BUT_NORMS,
     "bf16_codes": _BF16 | _WEIGHTS | {"quantize_gradients": "int4"} | _ALL_BUT_NORMS,
     "bf16_all": _BF16 | _WEIGHTS | _GRADIENTS | _SECONDARY | _ALL_BUT_NORMS,
+    "bf16_all_int4": _BF16 | _INT4 | _SECONDARY | _ALL_BUT_NORMS,
 }
 
 

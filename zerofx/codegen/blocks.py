@@ -230,11 +230,12 @@ def _numbers(codes: Tensor, codec: Codec) -> list[Tensor]:
         return [_from_e4m3(codes.to(torch.int32))]
     if codec.code == "int8":
         return [codes.float()]
-    both = codes.to(torch.int32)
+    # Bits are picked in bytes: beside 16-bit results, Inductor turns them into int32 one by one.
+    low, high = codes & 15, codes & 240
     if codec.symmetric:
-        # Shifted to the top and back, the sign bit of four spreads over all bits.
-        return [((both << 28) >> 28).float(), ((both << 24) >> 28).float()]
-    return [(both & 15).float(), (both >> 4).float()]
+        # With its sign bit flipped, a number of four bits is 8 more than it was.
+        return [(low ^ 8).float() - 8, (high ^ 128).float() * 2.0**-4 - 8]
+    return [low.float(), high.float() * 2.0**-4]
 
 
 def _from_e4m3(code: Tensor) -> Tensor:

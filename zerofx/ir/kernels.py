@@ -10,6 +10,7 @@ over their sources. `zerofx.codegen` says what they compute and makes code of th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -32,12 +33,12 @@ class Pack:
 
     parcels: Parcels
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is read."""
         return _tensors(self.parcels)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is written, every byte of it."""
         parcels = self.parcels
@@ -64,12 +65,12 @@ class Unpack:
     def __post_init__(self) -> None:
         _check_sources(self.num_sources)
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is read."""
         return (((self.num_sources, *self.parcels.shape), torch.uint8),)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is written, every element of it."""
         return _tensors(self.parcels)
@@ -106,13 +107,13 @@ class Repack:
                 f"{self.codec.name} cannot become {self.out.name}", "use blocks of one size"
             )
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is read."""
         size = self.codec.parcel_bytes(self.num_blocks)
         return (((self.num_sources, self.num, size), torch.uint8),)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Shape and dtype of what is written, every byte of it."""
         size = self.out.parcel_bytes(self.num_blocks)
