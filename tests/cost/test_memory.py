@@ -126,6 +126,33 @@ def test_activations_are_affine_where_communication_has_the_peak() -> None:
         assert peak.activations == base + slope > 0
 
 
+class _Convolution(nn.Module):
+    """Its backward is one kernel, which makes a gradient to go on with and two of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).square().mean()
+
+
+def test_gradients_of_a_kernel_with_several_outputs_are_gradients() -> None:
+    plan = Planner(
+        _Convolution,
+        lambda batch, length: ((torch.empty(batch, 4, 16, 16),), {}),
+        ZeroConfig(min_shard_numel=0),
+        machine_of("cpu"),
+        FP32_ADAM,
+        *(2, 1, 1),
+    ).plan()
+    for number in (2, 3):
+        grads = plan.stages[number].forecast.backward.at(1)[:, 1]
+        shards = 4 * plan.num_params // 2
+        assert grads[-1] == shards and (grads >= 0).all()
+        assert grads.max() > shards  # full ones too
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_one_rank_has_its_gradients_once(device: str) -> None:
     plan = _plan_of_small(1, device)

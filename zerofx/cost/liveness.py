@@ -142,7 +142,8 @@ class Ledger:
         live = np.array([self.unread_bytes(), 0, 0, kept], dtype=np.int64)
         points, block = list[tuple[str, str, Rows]](), ""
         for node in self._program.graph.nodes:
-            live[int(node in of_grads)] += self._allocated_at(node)
+            for owner in self._allocated_at(node):
+                live[int(owner in of_grads)] += self.size[owner]
             live[1] += sum(size for _, size in self.reduced_at(node))
             live[2:] += (self.message_at(node), sum(size for _, size in self.gathered_at(node)))
             silent = node.target in PROGRAM_OPS or bool(aliased_inputs(node))
@@ -188,11 +189,12 @@ class Ledger:
         elif not (isinstance(value, (tuple, list)) and any(map(is_getitem, node.users))):
             self.size[node] = value_bytes(value)
 
-    def _allocated_at(self, node: fx.Node) -> int:
+    def _allocated_at(self, node: fx.Node) -> list[fx.Node]:
+        """What gets memory when `node` runs: outputs of one kernel all at once."""
         if is_getitem(node):
-            return 0
+            return []
         own = [node, *(user for user in node.users if is_getitem(user))]
-        return sum(self.size.get(each, 0) for each in own)
+        return [each for each in own if each in self.size]
 
     def deaths(self) -> dict[fx.Node, list[fx.Node]]:
         """What dies after each node."""
