@@ -29,6 +29,7 @@ WRONG: dict[str, list[Any]] = {
     "bucket_bytes": [-1, 1.5, "1MB"],
     "prefetch_bytes": [-1, 1.5, True],
     "memory_budget": [-1, "all"],
+    "keep_freed_memory": ["yes", 1, None],
     "device_memory": [-1, 1e9],
     "param_dtype": ["bfloat16", torch.int8, torch.float8_e4m3fn],
     "reduce_dtype": ["float32", torch.int32],

@@ -69,6 +69,9 @@ class ZeroConfig:
         memory_budget: bytes of full values that stage 3 may keep from forward to backward instead
             of gathering them again. 0: none, strictly. By default the last bucket of forward, which
             backward needs first, is kept, and nothing else.
+        keep_freed_memory: on CPUs, have glibc keep the memory that this process frees instead of
+            giving it back to the system, which would map it anew in every step. It holds for the
+            whole process, and for good; no more is kept than was once in use.
         device_memory: bytes that a rank may use: the backend `zero` chooses the stage by it. By
             default what its GPU has free or, on CPUs, the host's memory divided by its ranks.
         param_dtype: dtype of full values, and so of computation, gathers and gradients before their
@@ -125,6 +128,7 @@ class ZeroConfig:
     bucket_bytes: int | None = None
     prefetch_bytes: int | None = None
     memory_budget: int | None = None
+    keep_freed_memory: bool = True
     device_memory: int | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from zerofx.config import ZeroConfig
 
 _FLOATS = "None or a floating-point torch.dtype of at least 16 bits, such as torch.bfloat16"
-_SWITCHES = ("broadcast_buffers", "cast_forward_inputs", "verify", "detect_anomaly")
+_SWITCHES = (
+    "broadcast_buffers",
+    "cast_forward_inputs",
+    "keep_freed_memory",
+    "verify",
+    "detect_anomaly",
+)
 
 
 def refuse_wrong_values(config: ZeroConfig) -> None:

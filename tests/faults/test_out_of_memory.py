@@ -109,7 +109,7 @@ def _first_gather(folder: str) -> str:
     model, step = _trained(3)
     model.zero_grad()
     (session,) = (s for s in live_sessions() if s.root() is model)
-    session.pool.abandon()
+    session.gathered.abandon()
     message = "memory sufficed"
     limited = contextlib.nullcontext() if folder and dist.get_rank() == 0 else _little_memory()
     try:

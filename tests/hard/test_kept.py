@@ -103,7 +103,7 @@ def test_keeping_changes_no_value() -> None:
 
 
 def _messages(budget: int | None) -> tuple[int, int, int]:
-    """Messages of a backward, slots in use after it, and after a forward alone and a step."""
+    """Messages of a backward, bytes in use after it, and after a forward alone and a step."""
     from zerofx.sharding.shard import session_of
 
     model = _model()
@@ -115,10 +115,10 @@ def _messages(budget: int | None) -> tuple[int, int, int]:
         loss.backward()
     session = session_of(model)
     assert session is not None
-    after = len(session.pool._used)
+    after = session.gathered.used_bytes()
     _loss(run)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return wire.count("isend"), after, len(session.pool._used)
+    return wire.count("isend"), after, session.gathered.used_bytes()
 
 
 def test_kept_values_are_not_gathered_again_and_leave_no_memory_behind() -> None:

@@ -69,9 +69,9 @@ class Everything(nn.Module):
         self.twice, self.once = nn.Linear(7, 7), nn.Linear(7, 7)
         self.norm = nn.BatchNorm1d(7)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
-        return self.norm(self.once(x)).sin().mean(), self.twice.weight
+        return self.norm(self.once(x)).sin().mean(), self.twice.weight, self.once.bias
 
 
 def _train(stage: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def _train(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, Any] = {}
     for number in range(2):
-        loss, weight = run(*batch("mlp", dist.get_rank(), number)[:1])
+        loss, weight, bias = run(*batch("mlp", dist.get_rank(), number)[:1])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen[f"returned {number}"] = weight.detach()
+        seen |= {f"weight {number}": weight.detach(), f"bias {number}": bias.detach()}
     model.eval()
     with torch.no_grad():
         # Statistics follow rank 0's data, so that ranks agree on an equal input.
@@ -95,8 +95,8 @@ def _train(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() for name, value in seen.items()}
 
 
-# One bucket: each gather takes the slot of the one before, whatever left the program then.
-_PACKED = EAGER | {"bucket_bytes": 1 << 20}
+# One bucket; weights are sharded, and what has fewer elements is replicated.
+_PACKED = EAGER | {"bucket_bytes": 1 << 20, "min_shard_numel": 20}
 
 
 def _outcome(stage: int, options: dict[str, Any]) -> tuple[Any, int, int]:
@@ -106,7 +106,7 @@ def _outcome(stage: int, options: dict[str, Any]) -> tuple[Any, int, int]:
             result = _train(stage, options)
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0, 0
-    kept = sum(live_domains()[-1].session.pool._used.values())
+    kept = live_domains()[-1].session.gathered.used_bytes()
     return result, wire.count(), kept
 
 

@@ -29,13 +29,18 @@ class Algorithms:
     Attributes:
         all_gather: how chunks are gathered.
         reduce_scatter: how gradients are averaged and split.
-        pack_bytes: members of a bucket up to this size travel in one message; larger ones travel
+        pack_bytes: gradients of a bucket up to this size travel in one message; larger ones travel
             from and to where they lie.
     """
 
     all_gather: Algorithm
     reduce_scatter: Algorithm
     pack_bytes: int = 256 << 10
+
+    @property
+    def pack_chunk_bytes(self) -> int:
+        """The same of chunks that are gathered, and copied both before and after they travel."""
+        return self.pack_bytes // 2
 
     @property
     def untagged(self) -> bool:

@@ -36,6 +36,5 @@ def note(points: list[tuple[str, str, Rows]], name: str, block: str, live: Rows)
     now = live.copy()
     if name == CUT and points:
         name, block, before = points.pop()
-        higher = now if now[:3].sum() > before[:3].sum() else before
-        now = np.array([*higher[:3], max(now[3], before[3])], dtype=np.int64)
+        now = now if now.sum() > before.sum() else before
     points.append((name, block, now))

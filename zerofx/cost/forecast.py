@@ -1,8 +1,8 @@
 """What a rank holds at the peak of a step, and what fits: model states plus the curves of programs.
 
 A step has three phases. In forward and backward live what the curves say; in the optimizer's step
-live all gradients and what the optimizer computes on the way. Model states, buffers of the model
-and the pool of gathered values live all the time.
+live all gradients and what the optimizer computes on the way. Model states and buffers of the model
+live all the time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Peak:
         grads: gradients, full and reduced.
         optimizer: its state, master weights, and what its step allocates.
         activations: values of the model, inputs and results included.
-        gathered: the pool of gathered values.
+        gathered: gathered values in use.
         messages: memory of collectives under way, and what they remember of codes.
     """
 
@@ -96,7 +96,7 @@ class Forecast:
         if phase == "optimizer step":
             return self.lasting
         line = self._line(phase)
-        place = int(line.at(batch)[:, :3].sum(axis=1).argmax())
+        place = int(line.at(batch).sum(axis=1).argmax())
         return float(line.base[place, 0]), float(line.slope[place, 0])
 
     def largest_batch(self, memory_bytes: float) -> int:
@@ -108,7 +108,7 @@ class Forecast:
         fixed = self._always()
         for phase in ("forward", "backward"):
             line = self._line(phase)
-            base, slope = line.base[:, :3].sum(axis=1), line.slope[:, :3].sum(axis=1)
+            base, slope = line.base.sum(axis=1), line.slope.sum(axis=1)
             room = memory_bytes - fixed - self.resident.standing - base
             if (room[slope <= 0] < 0).any():
                 return 0
@@ -125,17 +125,14 @@ class Forecast:
     def _line(self, phase: str) -> Line:
         return self.forward if phase == "forward" else self.backward
 
-    def _pool(self) -> int:
-        return int(max(line.base[:, 3].max() for line in (self.forward, self.backward)))
-
     def _always(self) -> int:
-        states, more = self.resident.states, self.resident.buffers + self.resident.codes
-        return int(states.params + states.optimizer) + more + self._pool()
+        states = self.resident.states
+        return int(states.params + states.optimizer) + self.resident.buffers + self.resident.codes
 
     def _at(self, phase: Phase, batch: float) -> Peak:
         rows = self._line(phase).at(batch)
-        row = rows[int(rows[:, :3].sum(axis=1).argmax())]
-        activations, grads, messages = (int(np.rint(value)) for value in row[:3])
+        row = rows[int(rows.sum(axis=1).argmax())]
+        activations, grads, messages, gathered = (int(np.rint(value)) for value in row)
         states = self.resident.states
         return Peak(
             phase,
@@ -143,7 +140,7 @@ class Forecast:
             grads=grads + self.resident.standing,
             optimizer=int(states.optimizer),
             activations=activations,
-            gathered=self._pool(),
+            gathered=gathered,
             messages=messages + self.resident.codes,
         )
 
@@ -155,6 +152,6 @@ class Forecast:
             grads=int(states.grads),
             optimizer=int(states.optimizer) + self.resident.step,
             activations=int(self.lasting[0] + batch * self.lasting[1]),
-            gathered=self._pool(),
+            gathered=0,
             messages=self.resident.codes,
         )

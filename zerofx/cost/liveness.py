@@ -2,7 +2,7 @@
 
 As `zerofx.runtime` allocates: values die after their last reader, views keep what they view, full
 gradients live until their reduction is waited for, collectives take memory where small members are
-packed or parts received. Gathered values, of a pool, are counted apart.
+packed or parts received. Gathered values are counted apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Held:
         values: bytes of each distinct piece of memory, by number.
         piece: which of them a saved value lies in, by name of its node.
         lasting: pieces that the caller holds until the step ends: the model's inputs and results.
-        kept: parameters whose full values stay in the pool.
+        kept: parameters whose full values stay.
     """
 
     values: Mapping[int, int]
@@ -221,7 +221,7 @@ class Ledger:
         return owner.op == "placeholder" and lasting
 
     def gathered_at(self, node: fx.Node) -> list[tuple[ParamSpec, int]]:
-        """What a gather takes from the pool, and bytes of each."""
+        """What a gather takes for values, and bytes of each."""
         if not is_call(node, UNSHARD_START):
             return []
         found = [s for s in self._specs(node) if s.name not in self._before.kept]
@@ -243,16 +243,16 @@ class Ledger:
         """Bytes of buffers of the collective that starts here."""
         specs = self._specs(node)
         shards = specs[0].layout.num_shards if specs else 1
-        ways, limit = self._algorithms, self._algorithms.pack_bytes
+        ways = self._algorithms
         if shards == 1:
             return 0
         if codes := held_bytes(self._program, node):
             return codes
         if is_call(node, UNSHARD_START):
-            small = [s.full_bytes for s in specs if s.full_bytes // shards <= limit]
-            packed = sum(small) if len(small) > 1 and specs[0].layout.temporary else 0
-            return packed + packed // shards
-        small = [s.full_bytes for s in specs if s.full_bytes <= limit]
+            most = shards * ways.pack_chunk_bytes
+            small = [s.full_bytes for s in specs if s.full_bytes <= most]
+            return sum(small) if len(small) > 1 and specs[0].layout.temporary else 0
+        small = [s.full_bytes for s in specs if s.full_bytes <= ways.pack_bytes]
         packed = sum(small) if len(small) > 1 else 0
         received = max(0, shards - 2) * sum(s.full_bytes for s in specs) // shards
         return packed + (received if ways.reduce_scatter == "point_to_point" else 0)

@@ -47,13 +47,12 @@ def peak_expression(forecasts: Mapping[int, Forecast]) -> Any:
         _terms([each.forward for each in found], lengths),
         _terms([each.backward for each in found], lengths),
     ]
-    pool = _largest(np.concatenate([phase[:, 3] for phase in phases]))
-    points = np.concatenate([phase[:, :3].sum(axis=1) for phase in phases])
+    points = np.concatenate([phase.sum(axis=1) for phase in phases])
     points[:, 0] += resident.standing
     lasting = np.array([each.lasting for each in found])
     step = _through(lasting[None], lengths)
     step[:, 0] += grads + resident.step
-    return always + _largest(np.concatenate([points, step])) + pool
+    return always + _largest(np.concatenate([points, step]))
 
 
 def _terms(lines: Sequence[Line], lengths: Sequence[int]) -> Terms:

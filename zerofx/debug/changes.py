@@ -14,6 +14,7 @@ from zerofx.errors import ZeroFxError
 from zerofx.frontend.planner import at_stage
 from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.frontend.views import Programs
+from zerofx.ir.verify import peak_full_bytes
 from zerofx.passes.buckets import default_target
 
 Retrace = Callable[[torch.dtype | None, int], Sequence[Rehearsal]]
@@ -105,7 +106,7 @@ def search(
     if retrace is None:
         why = "a script's graphs are not traced again; zerofx.explain(model, …) tries them"
         untried.append(("param_dtype and micro-batch", why))
-    for each in _candidates(base, programs, rehearsals, setting, retrace is not None):
+    for each in _candidates(programs, rehearsals, setting, retrace is not None):
         say(f"planning with {each.option}={each.value}")
         try:
             found.append(_try(each, base, setting, rehearsals, retrace))
@@ -159,7 +160,6 @@ def _try(
 
 
 def _candidates(
-    base: Outcome,
     programs: Sequence[Programs],
     rehearsals: Sequence[Rehearsal],
     setting: Setting,
@@ -182,8 +182,8 @@ def _candidates(
     if config.stage == 3:
         everything = kept_bytes(programs)
         yield from (with_("memory_budget", n) for n in (0, everything // 2, everything))
-        pool = base.peak.gathered
-        yield from (with_("prefetch_bytes", n) for n in (0, 2 * pool, 4 * pool))
+        most = max(peak_full_bytes(program) for both in programs for program in both)
+        yield from (with_("prefetch_bytes", n) for n in (0, 2 * most, 4 * most))
     if traces and config.param_dtype is None:
         changed = dataclasses.replace(config, param_dtype=torch.bfloat16)
         again = dataclasses.replace(setting, config=changed)

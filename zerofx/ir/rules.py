@@ -176,7 +176,7 @@ def nothing_full_saved(case: Case) -> Iterator[Offence]:
 
 
 def nothing_full_returned(case: Case) -> Iterator[Offence]:
-    """The memory of a full value is reused or refreshed, so it does not leave a program."""
+    """The memory of a full value is freed or refreshed, so it does not leave a program."""
     if case.program.region not in (Region.FORWARD, Region.INFERENCE):
         return
     if not (case.final or "copy_returned" in case.done):

@@ -30,7 +30,7 @@ class ReturnPlan:
 class CopyReturned(Pass):
     """A program that returns a weight, or a view of one, returns a copy.
 
-    The memory of a full value is reused (stage 3), refreshed (stages 1 and 2) or is the parameter
+    The memory of a full value is freed (stage 3), refreshed (stages 1 and 2) or is the parameter
     itself (replicated), so it must not leave the program.
 
     Before:

@@ -48,11 +48,13 @@ def all_gather(outs: list[Tensor], chunks: list[Tensor], comm: Comm, tag: int) -
     """
     unpack: list[Callable[[], None]] = []
     transfers: list[Gather] = []
-    for group in _groups(chunks, comm):
+    for group in _groups(chunks, comm.algorithms.pack_chunk_bytes):
         chunk, out = chunks[group[0]], outs[group[0]]
         if len(group) > 1:
-            chunk = torch.cat([chunks[member] for member in group])
-            out = chunk.new_empty(comm.size * chunk.numel())
+            numel = sum(chunks[member].numel() for member in group)
+            out = chunk.new_empty(comm.size * numel)
+            chunk = out.chunk(comm.size)[comm.rank]
+            torch.cat([chunks[member] for member in group], out=chunk)
             unpack.append(_unpacking(out.view(comm.size, -1), [outs[member] for member in group]))
         if chunk.numel():
             transfers.append(Gather(out, chunk))
@@ -82,7 +84,7 @@ def reduce_scatter_mean(
     parts = [grad.split(list(split)) for grad, split in zip(grads, splits, strict=True)]
     groups: list[list[int]] = []
     transfers: list[Reduction] = []
-    for group in _groups(grads, comm):
+    for group in _groups(grads, comm.algorithms.pack_bytes):
         # What goes to one rank lies together, whichever members it comes from.
         by_rank = [[parts[member][rank] for member in group] for rank in range(comm.size)]
         sizes = [sum(part.numel() for part in one) for one in by_rank]
@@ -164,12 +166,11 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
             tensor.detach().copy_(value.view(tensor.shape))
 
 
-def _groups(tensors: Sequence[Tensor], comm: Comm) -> list[list[int]]:
-    """All members, in groups that travel together: small ones by dtype, large ones alone.
+def _groups(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
+    """All members, in groups that travel together: up to `limit` bytes by dtype, others alone.
 
     To copy a small one costs less than a message of its own.
     """
-    limit = comm.algorithms.pack_bytes
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     large = [[member] for member, size in enumerate(sizes) if not 0 < size <= limit]
     small = [member for member, size in enumerate(sizes) if 0 < size <= limit]

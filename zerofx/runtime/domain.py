@@ -145,11 +145,11 @@ class Domain:
     def _landing(
         self, state: ParamState | None, shard: Tensor, size: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        """Memory for a padded full value, 1-D: the resident copy, or a slot of the pool."""
+        """Memory for a padded full value, 1-D: the resident copy, or such as is free."""
         if state is not None and self.layout.resident:
             return state.resident_copy()
         numel = self.layout.num_shards * -(-size[0] // self.layout.num_shards) * row_numel(size)
-        return self.session.pool.take(numel, dtype, shard.device)
+        return self.session.gathered.take(numel, dtype, shard.device)
 
     def _chunk(
         self, state: ParamState | None, shard: Tensor, out: Tensor, *, at_rest: bool
@@ -187,14 +187,15 @@ class Domain:
 
     def unshard_wait(self, pending: Pending, member: int, size: Sequence[int]) -> Tensor:
         """The full value of a member: a view of the gathered buffer with the true shape."""
-        flat = self.session.wait(pending)[member]
+        self.session.wait(pending)
+        flat = pending.take(member)
         if self.shard_comm is None:
             return flat
         return flat[: size[0] * row_numel(size)].view(tuple(size))
 
     def free(self, full: Tensor) -> None:
-        """Give the memory of a full value back to the pool."""
-        self.session.pool.give_back(full)
+        """Nobody reads a full value any more."""
+        self.session.gathered.give_back(full)
 
     def keep(self, full: Tensor, shard: Tensor) -> None:
         """Leave a full value to the next backward; its memory stays taken until then."""
@@ -284,7 +285,8 @@ class Domain:
         self, pending: Pending, member: int, shard: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
         """This rank's part of a member's mean gradient: as `shard`, but for `dtype` if given."""
-        return self.session.wait(pending)[member].view(shard.shape).to(dtype or shard.dtype)
+        self.session.wait(pending)
+        return pending.take(member).view(shard.shape).to(dtype or shard.dtype)
 
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Rank 0's values, in place, where a program changed them since the last time."""

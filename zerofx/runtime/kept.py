@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerofx.runtime.buffers import BufferPool
+from zerofx.runtime.gathered import GatheredMemory
 from zerofx.runtime.params import ParamState
 
 
 class KeptValues:
-    """Values kept instead of freed, by parameter; they hold slots of `pool`.
+    """Values kept instead of freed, by parameter; `gathered` counts their memory.
 
     All ranks keep and drop the same ones, since what decides is the order of programs and whether
     a parameter was edited.
     """
 
-    def __init__(self, pool: BufferPool) -> None:
-        self._pool = pool
+    def __init__(self, gathered: GatheredMemory) -> None:
+        self._gathered = gathered
         self._values: dict[int, tuple[Tensor, tuple[int, int, int]]] = {}
 
     def put(self, state: ParamState, full: Tensor) -> None:
@@ -42,4 +42,4 @@ class KeptValues:
         """Give the memory of a kept value back."""
         full, _ = self._values.pop(state.spec.index, (None, None))
         if full is not None:
-            self._pool.give_back(full)
+            self._gathered.give_back(full)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.runtime.handles import domain_of
+from zerofx.torch_private import storage_key
 
 _LIBRARY = torch.library.Library("zerofx", "IMPL")
 
@@ -24,10 +25,9 @@ def _unshard(
         full = domain.unshard_wait(domain.unshard_start([shard], [size], [dtype]), 0, size)
     if domain.layout.resident:
         return full.detach()
-    # An op may not return its input, and a pool slot goes back.
-    value = full.clone()
     domain.free(full)
-    return value
+    # An op may not return its input, which a replicated parameter is.
+    return full.clone() if storage_key(full) == storage_key(shard) else full
 
 
 def _reduce_grad(grad: Tensor, shard: Tensor, layout: int) -> Tensor:

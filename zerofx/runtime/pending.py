@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_TAKEN = torch.empty(0)
 
 Step = Callable[[list[Tensor]], "list[Tensor] | Pending"]
 """What follows a wait, given the values so far: new values, or a collective to wait for."""
@@ -34,6 +37,11 @@ class Pending:
     def done(self) -> bool:
         """Whether `values` are the results."""
         return not self.works and not self.steps
+
+    def take(self, member: int) -> Tensor:
+        """The value of a member, which the caller alone holds from here on."""
+        value, self.values[member] = self.values[member], _TAKEN
+        return value
 
     def then(self, step: Step) -> Pending:
         """Append a step; returns itself."""

@@ -62,8 +62,8 @@ class Place:
     def _out_of_memory(
         self, error: RuntimeError, session: Session, flying: Sequence[Pending]
     ) -> OutOfMemoryError:
-        held = session.pool.used_bytes()
-        session.pool.abandon()
+        held = session.gathered.used_bytes()
+        session.gathered.abandon()
         size = f" ({self.num_bytes / _MIB:.1f} MiB of full values)" if self.num_bytes else ""
         where = f"{self.number}: {self.kind} {self.name}"
         apart = session.journal.drop_step(where, session.config.hang_timeout)

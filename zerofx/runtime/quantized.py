@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.runtime import collectives
-from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.drift import Check, DriftMonitor
 from zerofx.runtime.feedback import CodingErrors, Shapes
@@ -106,21 +105,19 @@ class CodeMemory:
     """What a sharded model remembers of codes.
 
     Attributes:
-        pool: memory of wires.
         frozen: codes of frozen parameters.
         errors: of coding gradients.
         drift: compares codes with numbers.
     """
 
-    pool: BufferPool
     frozen: FrozenCodes
     errors: CodingErrors
     drift: DriftMonitor
 
     @staticmethod
-    def empty(pool: BufferPool, drift_every: int | None) -> CodeMemory:
+    def empty(drift_every: int | None) -> CodeMemory:
         """That of a model which has coded nothing yet."""
-        return CodeMemory(pool, FrozenCodes(), CodingErrors(), DriftMonitor(drift_every))
+        return CodeMemory(FrozenCodes(), CodingErrors(), DriftMonitor(drift_every))
 
 
 def gather_codes(
@@ -145,8 +142,7 @@ def gather_codes(
         memory: of the model.
         arrived: called with the parcels of all ranks, `uint8[W, parcel_bytes]`.
     """
-    pool = memory.pool
-    wire = pool.take(comm.size * kernels.parcel_bytes, torch.uint8, outs[0].device)
+    wire = outs[0].new_empty(comm.size * kernels.parcel_bytes, dtype=torch.uint8)
     own = wire.chunk(comm.size)[comm.rank]
     if not memory.frozen.load(states, kernels, own):
         kernels.pack(chunks, [own.view(1, -1)], 0)
@@ -156,7 +152,6 @@ def gather_codes(
     def unpack(_: list[Tensor]) -> list[Tensor]:
         kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
         arrived(wire.view(comm.size, -1))
-        pool.give_back(wire)
         return outs
 
     return collectives.all_gather([wire], [own], comm, tag).then(unpack)
@@ -168,7 +163,6 @@ def gather_kept_codes(
     copies: list[Tensor],
     comm: Comm,
     tag: int,
-    pool: BufferPool,
 ) -> Pending:
     """Start gathering codes that the ranks of a node keep: they are decoded, and not made anew.
 
@@ -178,14 +172,12 @@ def gather_kept_codes(
         copies: each 1-D, this rank's part of all ranks' parcels, in order.
         comm: the ranks of the node.
         tag: number that must agree on all ranks.
-        pool: memory of the wires.
     """
-    wires = [pool.take(comm.size * copy.numel(), torch.uint8, copy.device) for copy in copies]
+    wires = [copy.new_empty(comm.size * copy.numel()) for copy in copies]
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
         for each, wire, out in zip(kernels, wires, outs, strict=True):
             each.unpack([wire.view(1, -1, each.parcel_bytes)], [out], 0)
-            pool.give_back(wire)
         return outs
 
     return collectives.all_gather(wires, copies, comm, tag).then(unpack)

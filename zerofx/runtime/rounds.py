@@ -74,9 +74,8 @@ def send_codes(
         states: of all members.
         secondary: keeps this rank's part of the codes that come from all ranks.
     """
-    inside.codes = functools.partial(
-        gather_kept_codes, [codes([place]) for place in inside.places], pool=memory.pool
-    )
+    kept = [codes([place]) for place in inside.places]
+    inside.codes = functools.partial(gather_kept_codes, kept)
     if not everywhere.places:
         return
     kernels = codes(everywhere.places)

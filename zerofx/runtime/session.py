@@ -20,9 +20,9 @@ from zerofx.config import ZeroConfig
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation, Held
 from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
-from zerofx.runtime.buffers import BufferPool
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
+from zerofx.runtime.gathered import GatheredMemory
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
@@ -48,7 +48,7 @@ class Session:
         states: the parameters, in registration order.
         sharded: domain of parameters split over the shard axis.
         replicated: domain of parameters that every rank holds whole.
-        pool: memory for gathered values.
+        gathered: memory of gathered values.
         kept: those among them that forward left for backward.
         codes: what is remembered of codes.
         journal: the collectives issued so far.
@@ -75,9 +75,9 @@ class Session:
         self.mesh = make_mesh(config, device) if copied is None else copied.mesh
         self.states: list[ParamState] = []
         self._root: weakref.ref[nn.Module] | None = None
-        self.pool = BufferPool()
-        self.kept = KeptValues(self.pool)
-        self.codes = CodeMemory.empty(self.pool, config.drift_every)
+        self.gathered = GatheredMemory()
+        self.kept = KeptValues(self.gathered)
+        self.codes = CodeMemory.empty(config.drift_every)
         num_ranks = num_live_ranks()
         rank = dist.get_rank() % num_ranks
         # One rank may copy a model alone: numbers of new models stay in step all the same.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.runtime.host_memory import keep_freed_memory
 from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
 from zerofx.sharding import materialise, old_handles
@@ -91,6 +92,8 @@ def shard_model(
     old_handles.move_collections(holders, replaced)
     for old, state in replaced.values():
         old_handles.make_stale(old, state.spec.name)
+    if config.keep_freed_memory and session.device.type == "cpu":
+        keep_freed_memory()
     for waiting, opened in _waiting.get():
         if id(session) in _sessions(waiting):
             opened.enter_context(session.no_sync())
