@@ -64,8 +64,9 @@ class ZeroConfig:
             bytes of full values; neighbouring layers share one if they fit. 0: each alone. By
             default 16 MiB, or an eighth of all parameters if that is less.
         prefetch_bytes: most bytes of gathered values at stage 3, from the start of a gather to its
-            free. What a layer needs at once is gathered in any case, and as much may be gathered
-            ahead. By default as much as it takes to gather one bucket ahead of every use.
+            free; of codes, until they are read. What a layer needs at once is gathered in any case,
+            and as much may be gathered ahead. By default as much as it takes to gather one bucket
+            of values ahead of every use.
         memory_budget: bytes of full values that stage 3 may keep from forward to backward instead
             of gathering them again. 0: none, strictly. By default the last bucket of forward, which
             backward needs first, is kept, and nothing else.

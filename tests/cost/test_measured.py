@@ -33,19 +33,23 @@ def tokens(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tenso
 
 
 @functools.cache
-def _plan(ranks: int, inner: Any, depth: int) -> Plan:
-    config, build = ZeroConfig(inner=inner, dump=""), functools.partial(Gpt, depth=depth)
+def _plan(ranks: int, inner: Any, depth: int, codes: str | None) -> Plan:
+    config = ZeroConfig(inner=inner, dump="", quantize_weights=codes)
+    build = functools.partial(Gpt, depth=depth)
     planner = Planner(build, tokens, config, MACHINE, FP32_ADAM, ranks, BATCH, LENGTH, whole=True)
-    return planner.plan((1, 2, 3))
+    return planner.plan((1, 2, 3) if codes is None else (3,))
 
 
-def _measured(stage: int, inner: str, depth: int, micro_batches: int = 1) -> int:
+def _measured(
+    stage: int, inner: str, depth: int, micro_batches: int = 1, codes: str | None = None
+) -> int:
     """Peak of steady steps, less what was there before the model was built."""
 
     def train(mark: Callable[[], None]) -> None:
         torch.manual_seed(0)
         model = Gpt(depth=depth)
-        run = torch.compile(model, backend=f"zero{stage}", options={"inner": inner})
+        options = {"inner": inner, "quantize_weights": codes}
+        run = torch.compile(model, backend=f"zero{stage}", options=options)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(5):
             if step == 2:
@@ -68,9 +72,11 @@ def _do_nothing(mark: Callable[[], None]) -> None:
     del value
 
 
-def _agree(stage: int, ranks: int, inner: str, depth: int, rel: float) -> None:
-    wanted = _plan(ranks, inner, depth).stages[stage].forecast.peak(BATCH).total
-    found = max(run_ranks(ranks, _measured, stage, inner, depth, timeout=220))
+def _agree(
+    stage: int, ranks: int, inner: str, depth: int, rel: float, codes: str | None = None
+) -> None:
+    wanted = _plan(ranks, inner, depth, codes).stages[stage].forecast.peak(BATCH).total
+    found = max(run_ranks(ranks, _measured, stage, inner, depth, 1, codes, timeout=220))
     print(stage, inner, wanted, found, wanted / found)
     assert wanted == pytest.approx(found, rel=rel)
 
@@ -84,6 +90,11 @@ def test_two_ranks(stage: int, inner: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks(stage: int) -> None:
     _agree(stage, 4, "eager", MORE, 0.05)
+
+
+def test_codes() -> None:
+    """They take the place of values until these are read."""
+    _agree(3, 2, "eager", FEW, 0.02, codes="int8")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -19,6 +19,7 @@ PUBLIC = {
     "zerofx.passes.base",
     "zerofx.passes.buckets",
     "zerofx.passes.quantize",
+    "zerofx.passes.room",
     "zerofx.passes.seams",
 }
 """What docs/passes.md promises; of `zerofx.ir` and `zerofx.cost` every module."""
@@ -38,7 +39,7 @@ EDITS = {
 }
 """Methods that change a graph behind the editor's back."""
 
-_HELPERS = ("zerofx.passes.buckets", "zerofx.passes.quantize", "zerofx.passes.seams")
+_HELPERS = tuple(f"zerofx.passes.{each}" for each in ("buckets", "quantize", "room", "seams"))
 _CONFIGS = [
     *(ZeroConfig(stage=stage) for stage in (0, 1, 2, 3)),
     ZeroConfig(quantize_weights="int8", quantize_gradients="int8"),

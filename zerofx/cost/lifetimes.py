@@ -12,6 +12,7 @@ from torch import fx
 
 from zerofx.cost.comm import Algorithms
 from zerofx.cost.liveness import NOTHING_HELD, Held, Ledger
+from zerofx.ir.codes import values_from
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import (
     FREE,
@@ -102,10 +103,11 @@ def _collectives(program: Program, ledger: Ledger, place: dict[fx.Node, int]) ->
         begin, waits = place[start], waits_of(start)
         until = place[waits[0]] if waits else last
         yield Lifetime("messages", start, "", ledger.message_at(start), begin, until)
-        for spec, size in ledger.gathered_at(start):
+        here = values_from(start)
+        for spec, size in ledger.gathered_at(here):
             free = frees.get((start, spec.name))
             end = place[free] if free is not None else last
-            yield Lifetime("gathered", start, spec.name, size, begin, end)
+            yield Lifetime("gathered", start, spec.name, size, place[here], end)
         for spec, size in ledger.reduced_at(start):
             yield Lifetime("gradients", start, spec.name, size, begin, last)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir import ops
+from zerofx.ir.codes import values_from
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -146,13 +147,16 @@ class Case:
         return _nodes(self.program.outputs[self.program.num_user_outputs :])
 
     def peak(self) -> tuple[int, fx.Node | None]:
-        """Most bytes of gathered values live at once, and the gather that reaches them."""
+        """Most bytes of gathered values live at once, and the gather that reaches them.
+
+        Where codes travel, values live from the first wait on, at which they are read.
+        """
         changes: dict[fx.Node, int] = {}
         for full in self.gathered:
             if ops.is_call(full, ops.UNSHARD):
                 continue
-            start, size = ops.started_by(full), self.program.full_bytes(full)
-            changes[start] = changes.get(start, 0) + size
+            here, size = values_from(ops.started_by(full)), self.program.full_bytes(full)
+            changes[here] = changes.get(here, 0) + size
             for free in self.frees.get(full, ())[:1]:
                 changes[free] = changes.get(free, 0) - size
         live, peak, where = 0, 0, None

@@ -175,6 +175,12 @@ def held_bytes(program: Program, start: fx.Node) -> int:
     return 2 * math.prod(reduction_kernels(program, start).pack.parcels.shape)
 
 
+def values_from(start: fx.Node) -> fx.Node:
+    """Where the values of a gather take memory: at its start, or where its codes are read."""
+    waits = ops.waits_of(start)
+    return waits[0] if waits and ops.codecs(start) else start
+
+
 def specs_of(program: Program, start: fx.Node) -> list[ParamSpec]:
     """The parameters that a collective moves, in order."""
     return [program.params[name] for name in facts(start).members]

@@ -5,7 +5,7 @@ What is exported here is what a pass is written with, built-in or not; see docs/
 Modules: base, changes, registry, fingerprint, pipelines; merge_unshards, merge_reduces,
 cast_before_gather, copy_returned, insert_unshards, insert_reduces, insert_frees, sync_buffers;
 quantize, quantize_unshards, quantize_reduces, buckets, fuse_unshards, fuse_reduces,
-keep_unsharded, seams, schedule, add_secondary_shards.
+keep_unsharded, seams, room, schedule, add_secondary_shards.
 """
 
 from zerofx.ir import ops, view

@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import fx
 
+from zerofx.ir.codes import held_bytes
 from zerofx.ir.edit import Editor
 from zerofx.ir.ops import (
     FREE,
@@ -26,6 +26,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import alias_closure, only_returned, positions
 from zerofx.passes.base import Pass
+from zerofx.passes.room import Gathered, Room
 from zerofx.passes.seams import Seams
 
 
@@ -48,7 +49,8 @@ class SchedulePlan:
 
     Attributes:
         cuts: in execution order.
-        budget_bytes: most bytes of gathered values, from the start of a gather to its free.
+        budget_bytes: most bytes of gathered values, from the start of a gather to its free, where
+            codes travel of these until they are read.
         reasons: for each gather that starts after the program's begin, what it waits for.
     """
 
@@ -64,11 +66,13 @@ class Schedule(Pass):
     A program is cut into compute segments at its communication, so the places are chosen where
     kernels end anyway: next to matrix products. Gathers start as early as the budget allows, in the
     order of their use (ZeRO-Infinity §6.2 prefetches so); reductions start at the first such place
-    behind their last gradient and are waited for when others need their memory, or at the end.
+    behind their last gradient, ahead of gathers that are needed later than they, and are waited for
+    when others need their memory, or at the end.
 
     Attributes:
-        prefetch_bytes: budget for gathered values, from the start of a gather to its free. By
-            default as much as it takes to gather one bucket ahead of every use.
+        prefetch_bytes: budget for gathered values, from the start of a gather to its free; codes
+            are smaller, until they are read. By default as much as it takes to gather one bucket
+            of values ahead of every use.
 
     Before:
         p = unshard_start([s]); w = unshard_wait(p, s); y = mm(x, w); free(w)
@@ -125,30 +129,36 @@ class _Walk:
             gap = self.seams.gap(start) if inner else self.seams.at_or_after(start)
             self._ready[gap].append(start)
         self._size = {start: program.full_bytes(start) for start in reductions}
-        self._held = {start: self._held_bytes(start) for start in gathers}
         self._frees = self._place_frees()
         # A reduction has the time until the next one begins; gradients of two would be held longer.
         self._reduce_budget = max((self._size[start] for start in reductions), default=0)
+        self._gaps = sorted({0, self.seams.end, *self._needed.values(), *self._ready, *self._frees})
+        freed = {gap: program.full_bytes(*frees) for gap, frees in self._frees.items()}
+        self._room = Room([self._gathered(start) for start in self._gathers], self._gaps, freed)
         # What is needed at once is held in any case; up to there, early starts cost nothing.
-        least, one_ahead = self._peaks()
-        self.budget = one_ahead if prefetch_bytes is None else max(prefetch_bytes, least)
+        asked = self._room.one_ahead if prefetch_bytes is None else prefetch_bytes
+        self.budget = max(asked, self._room.least)
         self._pending: collections.deque[fx.Node] = collections.deque()
 
     def cuts(self) -> Iterator[Cut]:
-        """The communication of each gap."""
-        live = 0
+        """The communication of each gap; what is needed first starts first."""
         waiting: collections.deque[fx.Node] = collections.deque()
-        gaps = {0, self.seams.end, *self._needed.values(), *self._ready, *self._frees}
-        for gap in sorted(gaps):
+        started = 0
+        following = iter([*sorted(self._ready), self.seams.end])
+        due = next(following)
+        for gap in self._gaps:
+            if gap == due:
+                due = next(following, gap)  # where reductions that start here are waited for
             nodes: list[fx.Node] = [*self._frees.get(gap, ())]
-            live -= sum(self._freed_bytes(free) for free in nodes)
-            while self._gathers and self._may_start(self._gathers[0], gap, live):
+            ahead: list[fx.Node] = []
+            while self._gathers and self._may_start(self._gathers[0], gap, started):
                 start = self._gathers.popleft()
-                live += self._held[start]
-                nodes.append(start)
+                started += 1
+                (nodes if self._needed[start] <= due else ahead).append(start)
                 waiting.append(start)
             for start in self._ready.get(gap, ()):
                 nodes += self._reduce(start)
+            nodes += ahead
             while waiting and self._needed[waiting[0]] == gap:
                 nodes += waits_of(waiting.popleft())
             if gap == self.seams.end:
@@ -156,9 +166,9 @@ class _Walk:
             if nodes:
                 yield Cut(self.seams.node(gap), tuple(nodes))
 
-    def _may_start(self, start: fx.Node, gap: int, live: int) -> bool:
+    def _may_start(self, start: fx.Node, gap: int, number: int) -> bool:
         """Whether a gather starts here: needed now, or room for it; says why not otherwise."""
-        wanted = live + self._held[start]
+        wanted = self._room.wanted(gap, number)
         if self._needed[start] == gap or (wanted <= self.budget and start not in self._fixed):
             return True
         if not self.reasons or self.reasons[-1][0] is not start:
@@ -198,23 +208,10 @@ class _Walk:
             out[self.seams.at_or_after(free) if last else used[following]].append(free)
         return out
 
-    def _peaks(self) -> tuple[int, int]:
-        """Most bytes held if gathers start where they are needed, and if one use earlier."""
-        order, live, least, ahead = list(self._gathers), 0, 0, 0
-        frees = collections.deque(sorted(self._frees.items()))
-        for start, following in itertools.zip_longest(order, order[1:]):
-            while frees and frees[0][0] <= self._needed[start]:
-                live -= sum(self._freed_bytes(free) for free in frees.popleft()[1])
-            live += self._held[start]
-            least = max(least, live)
-            ahead = max(ahead, live + (self._held[following] if following else 0))
-        return least, ahead
-
-    def _held_bytes(self, start: fx.Node) -> int:
-        """Bytes that a gather takes from its start on; a resident copy takes none."""
+    def _gathered(self, start: fx.Node) -> Gathered:
+        """What a gather takes; a resident copy takes nothing."""
         waits = waits_of(start)
         freed = any(user.target in (FREE, KEEP) for wait in waits for user in wait.users)
-        return self._program.full_bytes(start) if freed else 0
-
-    def _freed_bytes(self, free: fx.Node) -> int:
-        return self._program.full_bytes(free)
+        full = self._program.full_bytes(start) if freed else 0
+        codes = held_bytes(self._program, start) if freed else 0
+        return Gathered(self._needed[start], codes or full, full)

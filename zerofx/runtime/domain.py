@@ -11,14 +11,14 @@ from torch import Tensor
 from zerofx.ir.spec import Layout, Region
 from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import hold, with_held
-from zerofx.runtime.chunks import padded_chunk, row_numel, row_splits
+from zerofx.runtime.bucket import BucketGather, name_of
+from zerofx.runtime.chunks import row_numel, row_splits
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import open_handle
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.quantized import GatheringOf, Reducing, reduce_codes
 from zerofx.runtime.replicas import replica_mean
-from zerofx.runtime.rounds import GatherRound, send_codes
 from zerofx.runtime.secondary import SecondaryShards
 from zerofx.torch_private import storage_key
 
@@ -104,86 +104,8 @@ class Domain:
             codes: kernels for the members at given places, if they travel as codes.
             keep: whether the codes that arrive become secondary shards.
         """
-        comm = self.shard_comm
-        wanted = [dtype or shard.dtype for shard, dtype in zip(shards, dtypes, strict=True)]
-        if comm is None:
-            return Pending([shard.to(dtype) for shard, dtype in zip(shards, wanted, strict=True)])
-        outs: list[Tensor] = []
-        everywhere = GatherRound(comm, "all_gather")
-        inside = GatherRound(self.secondary.comm if self.secondary else comm, "gather_in_node")
-        refreshed: list[ParamState] = []
-        states = [self.find(shard) for shard in shards]
-        given = zip(states, shards, sizes, wanted, strict=True)
-        for place, (state, shard, size, dtype) in enumerate(given):
-            out = self._current(state, dtype, region)
-            if out is None:
-                out = self._landing(state, shard, size, dtype)
-                second = self._secondary_shard(state, torch.uint8 if codes else dtype, region)
-                if second is not None:
-                    landing = out if codes else out[: second.numel() * inside.comm.size]
-                    inside.add(place, _name(state), landing, second)
-                else:
-                    chunk = self._chunk(state, shard, out, at_rest=codes is not None)
-                    everywhere.add(place, _name(state), out, chunk)
-                if state is not None and self.layout.resident:
-                    refreshed.append(state)
-            outs.append(out)
-        if codes is not None:
-            second = self.secondary if keep and not self.session.is_average() else None
-            send_codes(codes, everywhere, inside, self.session.codes, states, second)
-
-        def finish(_: list[Tensor]) -> list[Tensor]:
-            for state in refreshed:
-                state.mark_current()
-            return outs
-
-        pending = Pending(outs)
-        for each in (everywhere, inside):
-            pending = each.start_after(pending, self.session.journal)
-        return pending if pending.done else pending.then(finish)
-
-    def _landing(
-        self, state: ParamState | None, shard: Tensor, size: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """Memory for a padded full value, 1-D: the resident copy, or such as is free."""
-        if state is not None and self.layout.resident:
-            return state.resident_copy()
-        numel = self.layout.num_shards * -(-size[0] // self.layout.num_shards) * row_numel(size)
-        return self.session.gathered.take(numel, dtype, shard.device)
-
-    def _chunk(
-        self, state: ParamState | None, shard: Tensor, out: Tensor, *, at_rest: bool
-    ) -> Tensor:
-        """What this rank has of a value, padded: in its place in `out`, or as it is at rest."""
-        numel = out.numel() // self.layout.num_shards
-        if at_rest and (state is None or state.buffer is None):
-            # Adopted parameters, as of `load_state_dict(assign=True)`, have no padding at rest.
-            return padded_chunk(shard, shard.new_empty(numel), 0, numel)
-        if state is not None:
-            return state.chunk(shard, shard if at_rest else out)
-        return padded_chunk(shard, out, self.shard_rank, numel)
-
-    def _current(
-        self, state: ParamState | None, dtype: torch.dtype, region: Region
-    ) -> Tensor | None:
-        """The full value of a parameter, if this rank has it already."""
-        if state is None:
-            return None
-        if self.layout.resident:
-            return None if state.is_stale() else state.buffer
-        if region is not Region.BACKWARD:
-            self.session.kept.drop(state)
-            return None
-        return self.session.kept.take(state, dtype)
-
-    def _secondary_shard(
-        self, state: ParamState | None, dtype: torch.dtype, region: Region
-    ) -> Tensor | None:
-        """This rank's secondary shard, if the value may be gathered inside the node."""
-        if state is None or self.secondary is None:
-            return None
-        later = region is Region.FORWARD and self.session.accumulation.continues()
-        return self.secondary.take(state, dtype) if later or region is Region.BACKWARD else None
+        gather = BucketGather(self, shards, sizes, dtypes, region)
+        return gather.start(self.shard_comm, codes, keep=keep)
 
     def unshard_wait(self, pending: Pending, member: int, size: Sequence[int]) -> Tensor:
         """The full value of a member: a view of the gathered buffer with the true shape."""
@@ -242,7 +164,7 @@ class Domain:
         codes: Reducing | None = None,
     ) -> Pending:
         """Start reduce-scatter, or all-reduce for replicated parameters."""
-        comm, what = self.shard_comm, ", ".join(map(_name, states))
+        comm, what = self.shard_comm, ", ".join(map(name_of, states))
         if comm is None:
             return self._across(grads, states)
         tag = self.session.journal.record("reduce_scatter", what)
@@ -261,7 +183,7 @@ class Domain:
     def start_held(self, sums: Sequence[Tensor], states: Sequence[ParamState]) -> Pending:
         """Exchange what earlier backwards held back."""
         if self.session.accumulation.held == "means":
-            return self._replica_mean(sums, ", ".join(map(_name, states)))
+            return self._replica_mean(sums, ", ".join(map(name_of, states)))
         return self.start_mean(sums, states)
 
     def _across(self, means: Sequence[Tensor], states: Sequence[ParamState | None]) -> Pending:
@@ -271,7 +193,7 @@ class Domain:
             return hold(means, states, means)
         if accumulation.held == "means":
             means = [with_held(mean, state) for mean, state in zip(means, states, strict=True)]
-        return self._replica_mean(means, ", ".join(map(_name, states)))
+        return self._replica_mean(means, ", ".join(map(name_of, states)))
 
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
         comm, session = self.replica_comm, self.session
@@ -291,7 +213,3 @@ class Domain:
     def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
         """Rank 0's values, in place, where a program changed them since the last time."""
         self.session.sync_buffers(buffers)
-
-
-def _name(state: ParamState | None) -> str:
-    return state.spec.name if state else "a tensor outside the model"

@@ -71,6 +71,9 @@ class Gathering:
                 parcel[here : here + count] = each[there : there + count]
 
 
+Take = Callable[[], list[Tensor]]
+"""Takes memory for the padded full values of the members that travel, each 1-D."""
+
 GatheringOf = Callable[[Sequence[int]], Gathering]
 """The kernels for those members of a bucket that travel, by their places."""
 
@@ -122,7 +125,7 @@ class CodeMemory:
 
 def gather_codes(
     kernels: Gathering,
-    outs: list[Tensor],
+    take: Take,
     chunks: Sequence[Tensor],
     comm: Comm,
     tag: int,
@@ -132,9 +135,11 @@ def gather_codes(
 ) -> Pending:
     """Start gathering; see `zerofx.runtime.collectives.all_gather`.
 
+    Until the codes have arrived they are all that takes memory.
+
     Args:
         kernels: of these members.
-        outs: each 1-D; written when the gather has arrived.
+        take: memory of the values that the codes become.
         chunks: each 1-D, this rank's padded chunk.
         comm: the axis.
         tag: number that must agree on all ranks.
@@ -142,7 +147,7 @@ def gather_codes(
         memory: of the model.
         arrived: called with the parcels of all ranks, `uint8[W, parcel_bytes]`.
     """
-    wire = outs[0].new_empty(comm.size * kernels.parcel_bytes, dtype=torch.uint8)
+    wire = chunks[0].new_empty(comm.size * kernels.parcel_bytes, dtype=torch.uint8)
     own = wire.chunk(comm.size)[comm.rank]
     if not memory.frozen.load(states, kernels, own):
         kernels.pack(chunks, [own.view(1, -1)], 0)
@@ -150,6 +155,7 @@ def gather_codes(
         memory.drift.look(kernels.check, chunks, own.view(1, -1))
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
+        outs = take()
         kernels.unpack([wire.view(1, comm.size, -1)], outs, 0)
         arrived(wire.view(comm.size, -1))
         return outs
@@ -159,7 +165,7 @@ def gather_codes(
 
 def gather_kept_codes(
     kernels: Sequence[Gathering],
-    outs: list[Tensor],
+    take: Take,
     copies: list[Tensor],
     comm: Comm,
     tag: int,
@@ -168,7 +174,7 @@ def gather_kept_codes(
 
     Args:
         kernels: of each member alone.
-        outs: each 1-D, a padded full value.
+        take: memory of the values that the codes become.
         copies: each 1-D, this rank's part of all ranks' parcels, in order.
         comm: the ranks of the node.
         tag: number that must agree on all ranks.
@@ -176,6 +182,7 @@ def gather_kept_codes(
     wires = [copy.new_empty(comm.size * copy.numel()) for copy in copies]
 
     def unpack(_: list[Tensor]) -> list[Tensor]:
+        outs = take()
         for each, wire, out in zip(kernels, wires, outs, strict=True):
             each.unpack([wire.view(1, -1, each.parcel_bytes)], [out], 0)
         return outs

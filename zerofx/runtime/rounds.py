@@ -25,39 +25,40 @@ class GatherRound:
         comm: the axis.
         kind: what the journal calls it.
         names: of the parameters.
-        outs: where each value goes, 1-D, `comm.size` chunks long.
         chunks: what this rank has of each.
         places: of the members in their bucket.
+        outs: where each value goes, 1-D, `comm.size` chunks long; none if codes travel.
         codes: gathers them as codes; by default numbers travel.
     """
 
     comm: Comm
     kind: str
     names: list[str] = dataclasses.field(default_factory=list)
-    outs: list[Tensor] = dataclasses.field(default_factory=list)
     chunks: list[Tensor] = dataclasses.field(default_factory=list)
     places: list[int] = dataclasses.field(default_factory=list)
-    codes: Callable[[list[Tensor], list[Tensor], Comm, int], Pending] | None = None
+    outs: list[Tensor] = dataclasses.field(default_factory=list)
+    codes: Callable[[list[Tensor], Comm, int], Pending] | None = None
 
-    def add(self, place: int, name: str, out: Tensor, chunk: Tensor) -> None:
+    def add(self, place: int, name: str, chunk: Tensor, *out: Tensor) -> None:
         """One member more."""
         self.places.append(place)
         self.names.append(name)
-        self.outs.append(out)
         self.chunks.append(chunk)
+        self.outs += out
 
     def start_after(self, pending: Pending, journal: Journal) -> Pending:
         """Start the gather, if there is anything to gather; it is waited for after `pending`."""
-        if not self.outs:
+        if not self.places:
             return pending
         tag = journal.record(self.kind, ", ".join(self.names))
-        gather = self.codes or all_gather
-        started = gather(self.outs, self.chunks, self.comm, tag)
+        gather = self.codes or functools.partial(all_gather, self.outs)
+        started = gather(self.chunks, self.comm, tag)
         return started if pending.done else pending.then(lambda _: started)
 
 
 def send_codes(
     codes: GatheringOf,
+    take: Callable[[Sequence[int]], list[Tensor]],
     everywhere: GatherRound,
     inside: GatherRound,
     memory: CodeMemory,
@@ -68,6 +69,7 @@ def send_codes(
 
     Args:
         codes: kernels for the members at given places.
+        take: takes memory for the padded full values of those; asked when their codes are here.
         everywhere: members whose shards are coded now.
         inside: members whose codes the ranks of the node keep.
         memory: of the model.
@@ -75,19 +77,21 @@ def send_codes(
         secondary: keeps this rank's part of the codes that come from all ranks.
     """
     kept = [codes([place]) for place in inside.places]
-    inside.codes = functools.partial(gather_kept_codes, kept)
+    decoded = functools.partial(take, inside.places)
+    inside.codes = functools.partial(gather_kept_codes, kept, decoded)
     if not everywhere.places:
         return
     kernels = codes(everywhere.places)
+    travelling = [states[place] for place in everywhere.places]
 
     def keep(parcels: Tensor) -> None:
         if secondary is None:
             return
-        for place, own in zip(everywhere.places, kernels.apart(parcels), strict=True):
-            if (state := states[place]) is not None:
+        for state, own in zip(travelling, kernels.apart(parcels), strict=True):
+            if state is not None:
                 secondary.put_codes(state, own)
 
-    travelling = [states[place] for place in everywhere.places]
+    decoded = functools.partial(take, everywhere.places)
     everywhere.codes = functools.partial(
-        gather_codes, kernels, states=travelling, memory=memory, arrived=keep
+        gather_codes, kernels, decoded, states=travelling, memory=memory, arrived=keep
     )
