@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -40,18 +39,15 @@ def in_folder(out: Path) -> tuple[str, ...]:
     return "--tiny", "--out", str(out), "--cache", str(out / "cache")
 
 
-@pytest.mark.parametrize("stage", ["3", "1"])
-def test_finetune_trains_saves_and_resumes(tmp_path: Path, stage: str) -> None:
+def test_finetune_trains_saves_and_resumes_at_another_stage(tmp_path: Path) -> None:
     few = ("--length", "32", "--sample-tokens", "2", "--eval-windows", "2")
-    common = ("--stage", stage, *few, "--save-every", "2", *in_folder(tmp_path))
-    if stage == "3":
-        run_command("finetune_smollm2.py", *common, "--steps", "2", launcher=TORCHRUN)
-    else:
-        run_example("finetune_smollm2.py", *common, "--steps", "2")
+    common = (*few, "--save-every", "2", *in_folder(tmp_path))
+    run_command("finetune_smollm2.py", *common, "--steps", "2", launcher=TORCHRUN)
     pictures, checkpoints = list(tmp_path.glob("*.png")), list((tmp_path / "checkpoints").iterdir())
     assert pictures and all(path.stat().st_size > 5_000 for path in pictures)
     assert checkpoints
-    printed = run_example("finetune_smollm2.py", *common, "--steps", "4", "--resume")
+    again = ("--stage", "1", "--steps", "4", "--resume")
+    printed = run_example("finetune_smollm2.py", *common, *again)
     assert "resuming" in printed
     assert len(list((tmp_path / "checkpoints").iterdir())) > len(checkpoints)
 

@@ -10,24 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import TORCHRUN, run_module
+from tests.scripts import run_module, run_script
 from zerofx.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "debug" / "trained.py")
 
 
-def explain(*arguments: str, ranks: bool = False) -> subprocess.CompletedProcess[str]:
+def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in processes of its own: scripts make and leave process groups."""
-    if not ranks:
-        return run_module("zerofx", "explain", *arguments)
-    return subprocess.run(
-        [sys.executable, *TORCHRUN, "-m", "zerofx", "explain", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    return run_module("zerofx", "explain", *arguments)
 
 
 def test_a_script_without_torchrun() -> None:
@@ -171,11 +163,10 @@ def test_a_forward_that_dynamo_gives_up_names_line_and_remedy(
 
 
 def test_under_torchrun_one_rank_prints() -> None:
-    done = explain(SCRIPT, "3", ranks=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("captured") == 1
-    assert done.stdout.startswith("trained.py: zero3 on 2 ranks (cpu)")
-    assert "on 1 rank here" not in done.stdout and "measured" in done.stdout
+    printed = run_script(ROOT / "zerofx" / "__main__.py", "explain", SCRIPT, "3")
+    assert printed.count("captured") == 1
+    assert printed.startswith("trained.py: zero3 on 2 ranks (cpu)")
+    assert "on 1 rank here" not in printed and "measured" in printed
 
 
 TARGET = ["explain", "--batch", "2", "--length", "4", "--input", "float32[B,64]"]

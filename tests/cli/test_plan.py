@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,30 @@ from zerofx.cost.host import Host
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine, loads_machine
 from zerofx.cost.processor import Processor
+from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
+from zerofx.torch_private import fake_mode
 
 GPT = ["plan", "benchmarks.gpt:Gpt(depth=2)", "--batch", "2", "--length", "32"]
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once() -> Iterator[None]:
+    """Plans of one model and of equal inputs share what was traced: most of their time."""
+    traced: dict[object, Rehearsal] = {}
+
+    def rehearse(build: Any, inputs: Any, *how: Any) -> Rehearsal:
+        with fake_mode():
+            model, (args, kwargs) = build(), inputs()
+        values = (*args, *kwargs.values(), *model.parameters())
+        key = (repr(model), *((each.shape, each.dtype) for each in values), *kwargs, *how)
+        if key not in traced:
+            traced[key] = rehearse_model(build, inputs, *how)
+        return traced[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerofx.frontend.planner.rehearse_model", rehearse)
+        yield
 
 
 def _plan(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
