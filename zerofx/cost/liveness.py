@@ -18,7 +18,7 @@ from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import value_bytes
 from zerofx.cost.curve import CUT, Curve, Rows, note
 from zerofx.cost.fusion import values_inside_kernels
-from zerofx.ir.codes import held_bytes, values_from
+from zerofx.ir.codes import gather_at, held_bytes
 from zerofx.ir.facts import Role, block_of, facts
 from zerofx.ir.ops import (
     FREE,
@@ -28,7 +28,6 @@ from zerofx.ir.ops import (
     REDUCE_WAIT,
     UNSHARD_START,
     UNSHARD_WAIT,
-    collective_of,
     computes,
     gradients,
     is_call,
@@ -223,9 +222,8 @@ class Ledger:
 
     def gathered_at(self, node: fx.Node) -> list[tuple[ParamSpec, int]]:
         """What a gather takes here for values, and bytes of each: codes become some at the wait."""
-        gathers = is_call(node, UNSHARD_START, UNSHARD_WAIT)
-        start = collective_of(node) if gathers else None
-        if start is None or values_from(start) is not node:
+        start = gather_at(node)
+        if start is None:
             return []
         found = [s for s in self._specs(start) if s.name not in self._before.kept]
         return [(spec, spec.full_bytes) for spec in found if spec.layout.temporary]

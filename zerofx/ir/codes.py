@@ -181,6 +181,14 @@ def values_from(start: fx.Node) -> fx.Node:
     return waits[0] if waits and ops.codecs(start) else start
 
 
+def gather_at(node: fx.Node) -> fx.Node | None:
+    """The gather whose values take memory where `node` is."""
+    if not ops.is_call(node, ops.UNSHARD_START, ops.UNSHARD_WAIT):
+        return None
+    start = ops.collective_of(node)
+    return start if start is not None and values_from(start) is node else None
+
+
 def specs_of(program: Program, start: fx.Node) -> list[ParamSpec]:
     """The parameters that a collective moves, in order."""
     return [program.params[name] for name in facts(start).members]

@@ -144,11 +144,10 @@ class _Walk:
         """The communication of each gap; what is needed first starts first."""
         waiting: collections.deque[fx.Node] = collections.deque()
         started = 0
-        following = iter([*sorted(self._ready), self.seams.end])
-        due = next(following)
+        ready = [*sorted(self._ready), self.seams.end]
         for gap in self._gaps:
-            if gap == due:
-                due = next(following, gap)  # where reductions that start here are waited for
+            # Where reductions that start here are waited for.
+            due = ready[min(bisect.bisect_right(ready, gap), len(ready) - 1)]
             nodes: list[fx.Node] = [*self._frees.get(gap, ())]
             ahead: list[fx.Node] = []
             while self._gathers and self._may_start(self._gathers[0], gap, started):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class BucketGather:
-    """One `unshard_start`; see `zerofx.runtime.domain.Domain.unshard_start` for the arguments.
+    """One `unshard_start` of a domain with a shard axis; the arguments are those that it was given.
 
     Values take memory when something is written there: at once where numbers travel, and where
     codes travel once these have arrived.
@@ -32,21 +32,17 @@ class BucketGather:
         domain: Domain,
         shards: Sequence[Tensor],
         sizes: Sequence[Sequence[int]],
-        dtypes: Sequence[torch.dtype | None],
+        dtypes: Sequence[torch.dtype],
         region: Region,
     ) -> None:
         self._domain = domain
-        self._shards, self._sizes, self._region = shards, sizes, region
-        self._dtypes = [dtype or shard.dtype for shard, dtype in zip(shards, dtypes, strict=True)]
+        self._shards, self._sizes, self._dtypes, self._region = shards, sizes, dtypes, region
         self._states = [domain.find(shard) for shard in shards]
         self._values: dict[int, Tensor] = {}
         self._refreshed: list[ParamState] = []
 
-    def start(self, comm: Comm | None, codes: GatheringOf | None, *, keep: bool) -> Pending:
-        """Start what is needed; `comm` is the shard axis, `None` for replicated parameters."""
-        if comm is None:
-            given = zip(self._shards, self._dtypes, strict=True)
-            return Pending([shard.to(dtype) for shard, dtype in given])
+    def start(self, comm: Comm, codes: GatheringOf | None, *, keep: bool) -> Pending:
+        """Start what is needed, along the shard axis `comm`."""
         second = self._domain.secondary
         everywhere = GatherRound(comm, "all_gather")
         inside = GatherRound(second.comm if second else comm, "gather_in_node")
@@ -71,7 +67,8 @@ class BucketGather:
         self, place: int, everywhere: GatherRound, inside: GatherRound, *, codes: bool
     ) -> None:
         """Let one member travel: inside the node, where there is a secondary shard."""
-        state, name = self._states[place], name_of(self._states[place])
+        state = self._states[place]
+        name = name_of(state)
         second = self._secondary_shard(state, torch.uint8 if codes else self._dtypes[place])
         if codes:
             around = everywhere if second is None else inside

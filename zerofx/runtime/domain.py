@@ -104,6 +104,9 @@ class Domain:
             codes: kernels for the members at given places, if they travel as codes.
             keep: whether the codes that arrive become secondary shards.
         """
+        dtypes = [dtype or shard.dtype for shard, dtype in zip(shards, dtypes, strict=True)]
+        if self.shard_comm is None:
+            return Pending([shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)])
         gather = BucketGather(self, shards, sizes, dtypes, region)
         return gather.start(self.shard_comm, codes, keep=keep)
 

@@ -17,7 +17,7 @@ from torch import fx
 from zerofx.cost.compute import value_bytes
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.processor import Cores
-from zerofx.ir.codes import values_from
+from zerofx.ir.codes import gather_at
 from zerofx.ir.ops import (
     FREE,
     PROGRAM_OPS,
@@ -25,7 +25,6 @@ from zerofx.ir.ops import (
     REDUCE_WAIT,
     UNSHARD_START,
     UNSHARD_WAIT,
-    collective_of,
     computes,
     is_call,
     started_by,
@@ -231,11 +230,10 @@ def _peak(program: Program) -> tuple[int, fx.Node | None]:
 
 def _own_bytes(program: Program, node: fx.Node) -> int:
     """Bytes that executing `node` allocates: a gather allocates all its members at once."""
-    if is_call(node, UNSHARD_START, UNSHARD_WAIT):
-        start = collective_of(node)
-        waits = waits_of(start) if start is not None and values_from(start) is node else ()
-        return program.full_bytes(*(wait for wait in waits if _is_temporary(program, wait)))
-    if is_call(node, REDUCE_START, FREE):
+    if start := gather_at(node):
+        waits = [wait for wait in waits_of(start) if _is_temporary(program, wait)]
+        return program.full_bytes(*waits)
+    if is_call(node, UNSHARD_START, UNSHARD_WAIT, REDUCE_START, FREE):
         return 0
     return value_bytes(node.meta.get("val"))
 
