@@ -56,8 +56,8 @@ def _changed(base: dict[str, Any], other: dict[str, Any]) -> set[str]:
 
 def test_bucket_size(base: dict[str, Any], gpt: Rehearsal, tmp_path: Path) -> None:
     found = figures(tmp_path, gpt, bucket_bytes=0)
-    # Less lives at the peak, which may well be where it was.
-    assert {*base} - _changed(base, found) - {"peaks"} == {"compute_seconds"}
+    # Less lives at the peak, which is where it was.
+    assert {*base} - _changed(base, found) == {"compute_seconds", "peaks"}
     assert found["collectives"] > base["collectives"]
     assert found["link_seconds"] > base["link_seconds"], "each pays the latency"
     assert not found["reasons"] and found["peak_bytes"] < base["peak_bytes"]
