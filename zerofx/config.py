@@ -37,7 +37,8 @@ class ZeroConfig:
         inner: what runs the compute between collectives: `inductor`, or `eager` (op by op, the
             oracle for numerics).
         mesh: the data-parallel device mesh; 1-D `(shard,)`, or 2-D `(replicate, shard)` for hybrid
-            sharding. By default a 1-D mesh over all ranks.
+            sharding. By default a 1-D mesh over all ranks. A 1-D mesh of some ranks makes a model
+            of these alone: others may train another one, or a part of this one at the same time.
         replicate: number of replica groups when no mesh is given (hybrid sharding, the world size
             must be a multiple of it): each group of `world_size // replicate` neighbouring ranks
             holds one whole set of shards.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.writer import hidden, publish
 from zerofx.torch_private import unwrap_compiled
 
@@ -29,25 +30,29 @@ def export_safetensors(
     max_shard_bytes: int = 5_000_000_000,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write full weights as `from_pretrained` reads them; every rank calls it, rank 0 writes.
+    """Write full weights as `from_pretrained` reads them; every rank calls it, the first writes.
 
-    The folder appears when it is complete. Values are gathered tensor by tensor: rank 0 holds at
+    The folder appears when it is complete. Values are gathered tensor by tensor: it holds at
     most the tensors of one file at a time, other ranks nothing but their shards.
 
     Args:
         model: plain or sharded; a `config` that can `save_pretrained` (transformers') goes along.
             Tied weights are written once, under their first name.
-        folder: is created, on rank 0's host; one of that name is replaced.
+        folder: is created, on the first rank's host; one of that name is replaced.
         max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
         dtype: of floating-point values in the files; by default that of the model. A shard is cast
             before it is sent.
+
+    Raises:
+        CheckpointError: other ranks have saved another model there.
     """
-    writes = not _together() or dist.get_rank() == 0
-    values = _once(model)
+    ranks, values = ranks_that_hold(model), _once(model)
+    ranks.claim(folder)
     files = split(values, max_shard_bytes, dtype)
-    partial = begin(Path(folder).absolute()) if writes else None
+    partial = begin(Path(folder).absolute()) if ranks.is_first else None
     for file, names in files.items():
-        content = _collect({name: cast_floats(values[name], dtype) for name in names})
+        chosen = {name: cast_floats(values[name], dtype) for name in names}
+        content = _collect(chosen, ranks)
         if partial is not None:
             save_file(content, partial / file, metadata={"format": "pt"})
         del content
@@ -55,8 +60,8 @@ def export_safetensors(
         write_index(partial, files, values, dtype)
         _write_config(partial, unwrap_compiled(model))
         publish(partial, Path(folder).absolute())
-    if _together():
-        dist.barrier()
+    if not ranks.alone:
+        dist.barrier(ranks.group)
 
 
 def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -67,29 +72,26 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
         names: of the values wanted; by default all, tied ones once, under their first name.
 
     Returns:
-        On rank 0 the values by name, on its host; on other ranks nothing.
+        On the first rank that holds the model, mostly rank 0, the values by name, on its host; on
+        other ranks nothing.
     """
     values = _once(model)
-    return _collect({key: values[key] for key in values if names is None or key in names}, True)
+    chosen = {key: values[key] for key in values if names is None or key in names}
+    return _collect(chosen, ranks_that_hold(model), copy=True)
 
 
-def _collect(values: dict[str, Tensor], copy: bool = False) -> dict[str, Tensor]:
-    """Full values on rank 0's host, one after the other; other ranks get none.
+def _collect(values: dict[str, Tensor], ranks: Ranks, *, copy: bool = False) -> dict[str, Tensor]:
+    """Full values on the first rank's host, one after the other; other ranks get none.
 
     Without `copy` what was full there already is not copied.
     """
-    writes = not _together() or dist.get_rank() == 0
     found: dict[str, Tensor] = {}
     for name, value in values.items():
-        full = _on_first_rank(value)
-        if full is not None and writes:
+        full = _on_first_rank(value, ranks)
+        if full is not None and ranks.is_first:
             found[name] = full.to("cpu", copy=copy)
         del full
     return found
-
-
-def _together() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _once(model: nn.Module) -> dict[str, Tensor]:
@@ -143,8 +145,8 @@ def cast_floats(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
-def _on_first_rank(value: Tensor) -> Tensor | None:
-    """The full value, on rank 0; other ranks send what they hold, and allocate nothing."""
+def _on_first_rank(value: Tensor, ranks: Ranks) -> Tensor | None:
+    """The full value, on the first rank; others send what they hold, and allocate nothing."""
     if not isinstance(value, DTensor):
         return value.contiguous()
     *outer, last = value.placements
@@ -153,20 +155,23 @@ def _on_first_rank(value: Tensor) -> Tensor | None:
     local = value.to_local().contiguous()
     if last.is_replicate():
         return local
-    return _collected(local, value.shape, value.device_mesh.get_group(value.device_mesh.ndim - 1))
+    group = value.device_mesh.get_group(value.device_mesh.ndim - 1)
+    return _collected(local, value.shape, group, ranks.numbers[0])
 
 
-def _collected(rows: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor | None:
+def _collected(
+    rows: Tensor, shape: torch.Size, group: dist.ProcessGroup, first: int
+) -> Tensor | None:
     ranks = dist.get_process_group_ranks(group)
-    if ranks[0] != 0:
-        return None  # a replica of the group that holds rank 0
-    if dist.get_rank() != 0:
+    if ranks[0] != first:
+        return None  # a replica of the group that holds the first rank
+    if dist.get_rank() != first:
         if rows.numel():
-            dist.send(rows, 0, group=group)
+            dist.send(rows, first, group=group)
         return None
     full = rows.new_empty(shape)
     for peer, part in zip(ranks, full.chunk(len(ranks)), strict=False):
-        if peer == 0:
+        if peer == first:
             part.copy_(rows)
         else:
             dist.recv(part, peer, group=group)

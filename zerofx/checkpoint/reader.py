@@ -7,23 +7,27 @@ import zipfile
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 
-def read_into(state: dict[str, Any], folder: Path, *, alone: bool) -> None:
+def read_into(
+    state: dict[str, Any], folder: Path, *, alone: bool, group: dist.ProcessGroup | None = None
+) -> None:
     """Fill a state with what a checkpoint holds under the same names.
 
     Args:
         state: tensors are filled in place, anything else is replaced.
         folder: of the checkpoint.
         alone: whether only this rank reads.
+        group: of the ranks that read together; by default all.
 
     Raises:
         CheckpointException: something cannot be read, or is not what was written.
     """
-    dcp.load(state, storage_reader=_CheckingReader(folder), no_dist=alone)
+    dcp.load(state, storage_reader=_CheckingReader(folder), process_group=group, no_dist=alone)
 
 
 def checked(file: Path, offset: int, length: int) -> io.BytesIO:

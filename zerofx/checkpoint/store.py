@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,13 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.checkpoint import damage, snapshot
+from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import read_into
 from zerofx.checkpoint.writer import AtomicWriter, alone, complete_below, find
 from zerofx.errors import CheckpointError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
-
-Result = TypeVar("Result")
 
 
 def save(
@@ -39,15 +39,20 @@ def save(
 
     Args:
         path: its folder, on a file system that all ranks see; one of that name is replaced.
-        model: plain or sharded, compiled or not.
+        model: plain or sharded, compiled or not. If it is sharded on a mesh of some ranks, those
+            alone call this, with a path that no other model is saved to.
         optimizer: whose state is saved with it.
         extra: anything picklable besides (step, position in the data); rank 0's is saved.
 
     Raises:
-        CheckpointError: a rank could not write; the checkpoint that was there is untouched.
+        CheckpointError: a rank could not write, or other ranks have saved there; the checkpoint
+            that was there is untouched.
     """
-    state = _state(model, optimizer, extra)
-    _explained(path, lambda: dcp.save(state, storage_writer=AtomicWriter(path)))
+    ranks = ranks_that_hold(model)
+    ranks.claim(path)
+    state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
+    with _explained(path, ranks):
+        dcp.save(state, storage_writer=writer, process_group=ranks.group)
 
 
 class Saving:
@@ -57,10 +62,12 @@ class Saving:
         self,
         path: str | os.PathLike[str],
         future: concurrent.futures.Future[Any],
+        ranks: Ranks,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._path = path
         self._future = future
+        self._ranks = ranks
         self._group = group
 
     def done(self) -> bool:
@@ -74,7 +81,8 @@ class Saving:
             CheckpointError: a rank could not write.
         """
         try:
-            _explained(self._path, self._future.result)
+            with _explained(self._path, self._ranks):
+                self._future.result()
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
@@ -95,14 +103,15 @@ def async_save(
     Returns:
         The save under way, whose `wait()` every rank calls.
     """
-    state = _state(model, optimizer, extra)
+    ranks = ranks_that_hold(model)
+    ranks.claim(path)
+    state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
     # The thread talks to other ranks while training does: it needs a group of its own.
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if _together() else None
-    writer = AtomicWriter(path)
+    group = ranks.new_group()
     future = dcp.async_save(
         state, storage_writer=writer, async_stager=_Copies(), process_group=group
     )
-    return Saving(path, cast("concurrent.futures.Future[Any]", future), group)
+    return Saving(path, cast("concurrent.futures.Future[Any]", future), ranks, group)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
@@ -124,15 +133,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         CheckpointError: the checkpoint is missing, damaged, or one of another model; names files
             and tensors. Unless a file is damaged inside, nothing was changed.
     """
-    folder = find(path)
-    metadata = _agreed(lambda: _inspected(folder))
+    folder, ranks = find(path), ranks_that_hold(model)
+    metadata = ranks.agreed(lambda: _inspected(folder))
     with snapshot.to_fill(model, optimizer, metadata) as state:
-        _agreed(lambda: damage.refuse_mismatch(folder, metadata, state))
+        ranks.agreed(lambda: damage.refuse_mismatch(folder, metadata, state))
         if "extra" in metadata.state_dict_metadata:
             state["extra"] = None
         try:
             with alone():
-                read_into(state, folder, alone=not _together())
+                read_into(state, folder, alone=ranks.alone, group=ranks.group)
         except CheckpointException as error:
             raise damage.unreadable(folder, metadata, state) from error
     extra = state.get("extra")
@@ -171,13 +180,15 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _state(model: nn.Module, optimizer: Optimizer | None, extra: Any) -> snapshot.State:
+def _state(
+    model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks
+) -> snapshot.State:
     """What this rank writes."""
     state = snapshot.take(model, optimizer)
     # DCP takes a tuple as one thing: what is inside comes back as it was.
     state["extra"] = (extra,)
-    if _together() and dist.get_rank() != 0:
-        # Of buffers, which differ after a forward, rank 0's win; DCP alone would take any rank's.
+    if not ranks.is_first:
+        # Of buffers, which differ after a forward, the first rank's win; DCP alone would take any.
         state = _sharded_only(state)
     return state
 
@@ -190,37 +201,21 @@ def _sharded_only(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _together() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _inspected(folder: Path) -> Any:
     metadata = damage.read_metadata(folder)
     damage.refuse_truncated(folder, metadata)
     return metadata
 
 
-def _agreed(look: Callable[[], Result]) -> Result:
-    """Rank 0 looks, for all: what it returns or raises, every rank returns or raises."""
-    verdict: list[Any] = [None, None]
-    if not _together() or dist.get_rank() == 0:
-        try:
-            verdict[0] = look()
-        except CheckpointError as error:
-            verdict[1] = error
-    if _together():
-        dist.broadcast_object_list(verdict)
-    if verdict[1] is not None:
-        raise verdict[1]
-    return verdict[0]
-
-
-def _explained(path: str | os.PathLike[str], write: Callable[[], Any]) -> None:
+@contextlib.contextmanager
+def _explained(path: str | os.PathLike[str], ranks: Ranks) -> Iterator[None]:
     try:
         with alone():
-            write()
+            yield
     except CheckpointException as error:
-        reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()]
+        # DCP counts along the group.
+        numbers = ranks.numbers or (0,)
+        reasons = [f"rank {numbers[at]}: {reason}" for at, (reason, _) in error.failures.items()]
         raise CheckpointError(
             f"the checkpoint {path} could not be written",
             "see whether the folder exists, may be written to and has room on every rank's host",

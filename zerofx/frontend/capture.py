@@ -18,7 +18,7 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
-from zerofx.frontend.dump import dump_for
+from zerofx.frontend.dump import dump_for, folder_of
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.lower import lower
@@ -92,7 +92,8 @@ class Capture:
         self._journal = session.journal if session else None
         readers = [watcher] if watcher else []
         self._number = _unused.pop() if _unused else next(_numbers)
-        self._dump = dump_for(config.dump, self._number, self.passes, self._setting, readers)
+        folder = folder_of(config.dump, config.mesh)
+        self._dump = dump_for(folder, self._number, self.passes, self._setting, readers)
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
@@ -194,7 +195,7 @@ class Capture:
         def decide() -> str:
             return dumps(weigh(self.passes, programs, machine, fused=fused))
 
-        answer = self._journal.decided_by_rank_zero(question, decide)
+        answer = self._journal.decided_by_first_rank(question, decide)
         self.passes = decided(self.passes, loads(answer))
         if self._dump is not None:
             self._dump.use(self.passes)

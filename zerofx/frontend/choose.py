@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -25,10 +24,10 @@ from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import ShardingError
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
 from zerofx.frontend.resident import resident_of
-from zerofx.torch_private import backend_of, default_store, num_live_ranks
+from zerofx.runtime.members import members, new_key, ranks_of
+from zerofx.torch_private import backend_of, default_store
 
 _log = logging.getLogger(__name__)
-_choices = itertools.count()
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
@@ -37,8 +36,8 @@ def choose_stage(
 ) -> Stage:
     """The lowest stage whose predicted memory fits every rank; 3, with a warning, if none does.
 
-    Rank 0 decides, from its own graph and the least memory of all ranks; the others take its word
-    from the process group's store. Every rank must call it.
+    The first rank decides, from its own graph and the least memory of all ranks; the others take
+    its word from the process group's store. Every rank of the mesh must call it.
 
     Args:
         module: Dynamo's graph of the plain model.
@@ -47,22 +46,24 @@ def choose_stage(
         config: options; the stage does not count.
 
     Raises:
-        ShardingError: rank 0 failed.
+        ShardingError: the first rank failed.
     """
     device = next(root.parameters()).device
     if not dist.is_available() or not dist.is_initialized():
         return 0  # sharding will say what is missing
-    key, store = f"zerofx/choice/{next(_choices)}", default_store()
-    num_ranks = num_live_ranks()
+    ranks, store = members(config.mesh), default_store()
+    key, first = new_key("choice", ranks), ranks[0]
     mine = [socket.gethostname(), _memory_bytes(device, config), device.type == "cpu"]
-    store.set(f"{key}/{dist.get_rank() % num_ranks}", json.dumps(mine))
-    if dist.get_rank() % num_ranks:
+    store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+    if dist.get_rank() != first:
         answer = store.get(key).decode()
         if not answer.isdigit():
-            raise ShardingError(f"rank 0 could not choose a stage: {answer}", "see its own error")
+            raise ShardingError(
+                f"rank {first} could not choose a stage: {answer}", "see its own error"
+            )
         return cast(Stage, int(answer))
     try:
-        offers = [json.loads(store.get(f"{key}/{rank}")) for rank in range(num_ranks)]
+        offers = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
         room = least_memory(offers, given=config.device_memory is not None)
         stage = _decide(rehearse_graph(module, inputs, root, inner=config.inner), config, room)
     except Exception as error:
@@ -109,7 +110,7 @@ def predicted_peaks(
 
 
 def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
-    num_ranks = dist.get_world_size() if config.mesh is None else config.mesh.size()
+    num_ranks = len(ranks_of(config.mesh))
     group = dist.group.WORLD
     assert group is not None
     device = rehearsal.device

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.cost.liveness import NOTHING_HELD
 from zerofx.errors import ConfigError, UnsupportedError
@@ -24,6 +25,7 @@ from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
 from zerofx.page.build import write_page
 from zerofx.passes.base import Pass
+from zerofx.runtime.members import ranks_of
 from zerofx.torch_private import is_tracing, trace_artifact
 
 _log = logging.getLogger("zerofx.programs")
@@ -155,7 +157,7 @@ def dump_for(
     """The observer for whoever wants to know; `None` if nobody does.
 
     Args:
-        folder: into which rank 0 writes; empty for none.
+        folder: into which this rank writes; empty for none.
         number: which Dynamo graph of this process.
         passes: the pipeline.
         setting: where the programs run.
@@ -165,13 +167,21 @@ def dump_for(
         ConfigError: nothing can be written into the folder.
     """
     told = list(readers)
-    if folder and (not dist.is_initialized() or dist.get_rank() == 0):
+    if folder:
         told.append(_Folder(_made(Path(folder), number)))
     if is_tracing():
         told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):
         told.append(_Log())
     return Dump(number, passes, told, setting) if told and passes else None
+
+
+def folder_of(folder: str, mesh: DeviceMesh | None) -> str:
+    """Where this rank writes programs of a model on `mesh`: its first rank does, others nowhere."""
+    first = ranks_of(mesh)[0] if folder and dist.is_initialized() else 0
+    if first:
+        folder = str(Path(folder) / f"rank{first}")
+    return folder if not dist.is_initialized() or dist.get_rank() == first else ""
 
 
 def _made(folder: Path, number: int) -> Path:
@@ -185,7 +195,7 @@ def _made(folder: Path, number: int) -> Path:
     except OSError as error:
         raise ConfigError(
             f"option dump: nothing can be written into {folder}: {error.strerror}",
-            "name a folder that rank 0 may write to",
+            "name a folder that this rank may write to",
         ) from error
     return made
 

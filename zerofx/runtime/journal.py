@@ -43,8 +43,8 @@ class Journal:
     Args:
         key: prefix in the store, the same on all ranks.
         store: the process group's store.
-        rank: global rank.
-        num_ranks: number of global ranks.
+        rank: of this process.
+        ranks: of all processes that hold the model, ascending; numbers are global.
         passes: names of the passes that users added, which may be at fault.
     """
 
@@ -53,13 +53,14 @@ class Journal:
         key: str,
         store: dist.Store,
         rank: int,
-        num_ranks: int,
+        ranks: Sequence[int],
         passes: Sequence[str] = (),
     ) -> None:
         self._key = key
         self._store = store
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._ranks = tuple(ranks)
+        self._others = [peer for peer in ranks if peer != rank]
         self._lock = threading.Lock()
         self._count = 0
         self._checksum = 0
@@ -71,7 +72,7 @@ class Journal:
         self._drops = 0
         self._closed: ZeroFxError | None = None
         self._question = 0
-        self.roll_call = RollCall(f"{key}/hang", store, rank, num_ranks)
+        self.roll_call = RollCall(f"{key}/hang", store, rank, self._others)
         suspects = f", the model's or that of the added passes {', '.join(passes)}"
         self._remedy = _RANK_REMEDY + (suspects if passes else "")
 
@@ -106,7 +107,7 @@ class Journal:
         with self._lock:
             place = f"{self._count} {self._checksum} {where}"
         self._store.set(f"{key}/{self._rank}", place)
-        others = [peer for peer in range(self._num_ranks) if peer != self._rank]
+        others = self._others
         give_up = time.monotonic() + seconds
         while others and time.monotonic() < give_up:
             if self._store.check([f"{key}/{peer}" for peer in others]):
@@ -115,54 +116,55 @@ class Journal:
         return [peer for peer in others if not self._store.check([f"{key}/{peer}"])]
 
     def compare_plans(self, plan: str) -> None:
-        """Publish `plan` and compare it with rank 0's; blocks until all ranks publish theirs.
+        """Publish `plan` and compare it with the first rank's; blocks until all publish theirs.
 
         Raises:
             DivergedError: on every rank, if the plan of any differs; the differing lines are
                 listed.
         """
-        if self._num_ranks == 1:
+        if not self._others:
             return
         self._plans += 1
         key = f"{self._key}/plan{self._plans}"
         self._store.set(f"{key}/{self._rank}", plan)
         odd = self._find_odd_plan(key, plan)
-        if odd == 0:
+        first = self._ranks[0]
+        if odd == first:
             return
         # Every rank reports the same pair, except that an odd one reports itself.
-        first = self._store.get(f"{key}/0").decode()
-        peer = self._rank if plan != first else odd
+        expected = self._store.get(f"{key}/{first}").decode()
+        peer = self._rank if plan != expected else odd
         theirs = self._store.get(f"{key}/{peer}").decode()
         raise DivergedError(
-            f"ranks 0 and {peer} shard different models",
+            f"ranks {first} and {peer} shard different models",
             "build the same model, in the same order and with the same options, on every rank",
-            diff(first.splitlines(), theirs.splitlines(), 0, peer),
+            diff(expected.splitlines(), theirs.splitlines(), first, peer),
         )
 
-    def from_rank_zero(self, text: str) -> str:
-        """What rank 0 passes; every rank must ask."""
-        if self._num_ranks == 1:
+    def from_first_rank(self, text: str) -> str:
+        """What the first rank passes; every rank must ask."""
+        if not self._others:
             return text
         self._plans += 1
         key = f"{self._key}/told{self._plans}"
-        if self._rank == 0:
+        if self._rank == self._ranks[0]:
             self._store.set(key, text)
         return self._store.get(key).decode()
 
-    def decided_by_rank_zero(self, question: str, decide: Callable[[], str]) -> str:
-        """Rank 0's answer to a question that all ranks come to, each at a time of its own.
+    def decided_by_first_rank(self, question: str, decide: Callable[[], str]) -> str:
+        """The first rank's answer to a question that all come to, each at a time of its own.
 
         A question is answered once: who asks again, perhaps alone, is told the same.
         """
         if question not in self._decided:
             key = f"{self._key}/decided/{question}"
-            if self._rank == 0:
+            if self._rank == self._ranks[0]:
                 answer = ""
                 try:
                     answer = decide()
                 finally:  # or the others would wait
                     self._store.set(key, answer)
-            # Where rank 0 failed, so does this one.
+            # Where the first rank failed, so does this one.
             self._decided[question] = self._store.get(key).decode() or decide()
         return self._decided[question]
 
@@ -174,13 +176,13 @@ class Journal:
         Raises:
             DivergedError: the ranks issued different collectives.
         """
-        if self._num_ranks == 1:
+        if not self._others:
             return
         self._num_steps += 1
         step = self._num_steps
         self._steps.append(f"{step} {self._count} {self._checksum}")
         self._store.set(f"{self._key}/step/{self._rank}/{step % _SLOTS}", self._steps[-1])
-        peer = (self._rank + 1) % self._num_ranks
+        peer = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         key = f"{self._key}/step/{peer}/{(step - 1) % _SLOTS}"
         if step == 1 or not self._store.check([key]):
             return
@@ -241,7 +243,7 @@ class Journal:
             DivergedError: another rank issued other collectives.
             RankGoneError: ranks did not answer; once all others know.
         """
-        if self._num_ranks == 1:
+        if not self._others:
             return
         start, question = time.monotonic(), self.roll_call.ask()
         try:
@@ -272,11 +274,12 @@ class Journal:
             return self._recent[-1] if self._recent else "nothing"
 
     def _find_odd_plan(self, key: str, plan: str) -> int:
-        """The first rank whose plan is not rank 0's; 0 if there is none. Rank 0 tells the rest."""
-        if self._rank != 0:
+        """A rank whose plan is not the first rank's, which looks for all; itself if none is."""
+        first = self._ranks[0]
+        if self._rank != first:
             return int(self._store.get(f"{key}/odd"))
-        others = range(1, self._num_ranks)
-        odd = next((r for r in others if self._store.get(f"{key}/{r}").decode() != plan), 0)
+        plans = ((peer, self._store.get(f"{key}/{peer}").decode()) for peer in self._others)
+        odd = next((peer for peer, theirs in plans if theirs != plan), first)
         self._store.set(f"{key}/odd", str(odd))
         return odd
 

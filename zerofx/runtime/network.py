@@ -1,4 +1,4 @@
-"""How ranks lie and what their collectives cost: rank 0 knows, the others go by it."""
+"""How ranks lie and what their collectives cost: the first knows, the others go by it."""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ class Network:
 def agree_on_network(
     journal: Journal, config: ZeroConfig, mesh: DeviceMesh, device: torch.device
 ) -> Network:
-    """What was asked for, what torchrun started on rank 0's node, what was measured there.
+    """What was asked for, what torchrun started on the first rank's node, what was measured there.
 
     Raises:
-        ConfigError: rank 0's table cannot be read.
+        ConfigError: that rank's table cannot be read.
     """
-    local = ranks_of_a_node(config.ranks_per_node, mesh.size())
-    ranks_per_node = int(journal.from_rank_zero(str(local)))
+    local = ranks_of_a_node(config.ranks_per_node, dist.get_world_size())
+    ranks_per_node = int(journal.from_first_rank(str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
     path = table_path(topology_of(comm, device))
-    text = journal.from_rank_zero(path.read_text() if path.exists() else "")
+    text = journal.from_first_rank(path.read_text() if path.exists() else "")
     if not text:
         return Network(ranks_per_node)
     try:
         return Network(ranks_per_node, loads(text))
     except ValueError as error:
         raise ConfigError(
-            f"{path} on rank 0: {error}", "delete it, or run `zerofx bench comm` again"
+            f"{path} on rank {comm.ranks[0]}: {error}",
+            "delete it, or run `zerofx bench comm` again",
         ) from error
 
 

@@ -33,15 +33,15 @@ class RollCall:
     Args:
         key: prefix in the store, the same on all ranks.
         store: the process group's store.
-        rank: global rank.
-        num_ranks: number of global ranks.
+        rank: of this process.
+        peers: the other ranks; numbers are global.
     """
 
-    def __init__(self, key: str, store: dist.Store, rank: int, num_ranks: int) -> None:
+    def __init__(self, key: str, store: dist.Store, rank: int, peers: Iterable[int]) -> None:
         self._key = key
         self._store = store
         self._rank = rank
-        self._peers = [peer for peer in range(num_ranks) if peer != rank]
+        self._peers = list(peers)
         self._answered = 0
 
     def ask(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from zerofx.runtime.gathered import GatheredMemory
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
+from zerofx.runtime.members import members, new_key
 from zerofx.runtime.network import Network, agree_on_network
 from zerofx.runtime.overflow import mixed_gradients, share_overflow
 from zerofx.runtime.parameter import local_tensor
@@ -33,9 +33,7 @@ from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.quantized import CodeMemory
 from zerofx.runtime.watch import Watch
-from zerofx.torch_private import default_store, num_live_ranks
-
-_numbers = itertools.count()
+from zerofx.torch_private import default_store
 
 
 class Session:
@@ -78,15 +76,16 @@ class Session:
         self.gathered = GatheredMemory()
         self.kept = KeptValues(self.gathered)
         self.codes = CodeMemory.empty(config.drift_every)
-        num_ranks = num_live_ranks()
-        rank = dist.get_rank() % num_ranks
+        ranks = members(self.mesh)
         # One rank may copy a model alone: numbers of new models stay in step all the same.
-        self.key = copied.next_copy() if copied is not None else f"zerofx/{next(_numbers)}"
+        self.key = copied.next_copy() if copied is not None else new_key("model", ranks)
         self._num_copies = 0
         self._is_copy = copied is not None
-        self.journal = Journal(self.key, default_store(), rank, num_ranks, config.added_passes)
+        self.journal = Journal(
+            self.key, default_store(), dist.get_rank(), ranks, config.added_passes
+        )
         self.watch = Watch(self.journal, config.hang_timeout)
-        if num_ranks > 1:
+        if len(ranks) > 1:
             self.watch.start()
         if copied is not None:
             network = copied.network

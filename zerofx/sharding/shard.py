@@ -77,7 +77,7 @@ def shard_model(
             f"{type(model).__name__} is sharded already, with other options: {session.config}",
             "use the same backend and options wherever you compile it",
         )
-    given = _rank_zero_has_values(model, session)
+    given = _first_rank_has_values(model, session)
     _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes, given)
     rows = {} if given else make_values(model, session)
     _broadcast_buffers(model, session)
@@ -142,8 +142,8 @@ def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str
     return names
 
 
-def _rank_zero_has_values(model: nn.Module, session: Session) -> bool:
-    return session.journal.from_rank_zero("" if materialise.on_meta(model) else "yes") == "yes"
+def _first_rank_has_values(model: nn.Module, session: Session) -> bool:
+    return session.journal.from_first_rank("" if materialise.on_meta(model) else "yes") == "yes"
 
 
 def _compare_plans(
@@ -174,7 +174,7 @@ def _broadcast_buffers(model: nn.Module, session: Session) -> None:
     empty = {id(buffer): _empty(buffer, session) for buffer in model.buffers() if buffer.is_meta}
     materialise.put_buffers(model, empty)
     for buffer in model.buffers():
-        _from_rank_zero(buffer, session)
+        _from_first_rank(buffer, session)
     session.buffers_agree(model.buffers())
 
 
@@ -192,7 +192,7 @@ def _shard_parameter(
     else:
         full = rows
     if rows is None or not domain.layout.sharded:
-        _from_rank_zero(full, session)
+        _from_first_rank(full, session)
 
     def fill(shard: Tensor, resident: Tensor | None) -> None:
         shard.copy_(full if rows is not None else own_rows(full, domain))
@@ -207,7 +207,7 @@ def _shard_parameter(
     return state
 
 
-def _from_rank_zero(value: Tensor, session: Session) -> None:
+def _from_first_rank(value: Tensor, session: Session) -> None:
     comm = session.world
     if comm.size > 1 and value.numel():
         wire = value.detach()

@@ -41,7 +41,7 @@ from zerofx.torch_private.distributed import (
     default_store,
     is_broken_connection,
     is_message,
-    num_live_ranks,
+    live_ranks,
     reduce_scatter_flat,
 )
 from zerofx.torch_private.given import before_forwards
@@ -116,6 +116,7 @@ __all__ = [
     "is_profiling",
     "is_to_local",
     "is_tracing",
+    "live_ranks",
     "local_part",
     "local_parts",
     "lookup_seed_op",
@@ -123,7 +124,6 @@ __all__ = [
     "memory_of",
     "min_cut",
     "must_recompute_tag",
-    "num_live_ranks",
     "pass_through_dynamo",
     "past_recompile_limit",
     "read_scalars_whole",

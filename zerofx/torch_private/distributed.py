@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,6 +43,6 @@ def is_broken_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def num_live_ranks() -> int:
-    """Ranks that read and write the default store: the `fake` backend has nobody but this one."""
-    return 1 if dist.get_backend() == "fake" else dist.get_world_size()
+def live_ranks(ranks: Iterable[int]) -> list[int]:
+    """Those that read and write the default store: the `fake` backend has nobody but this one."""
+    return [dist.get_rank()] if dist.get_backend() == "fake" else list(ranks)

@@ -1,0 +1,115 @@
+"""The ranks that hold a model, which write and read its checkpoints together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zerofx.errors import CheckpointError
+from zerofx.runtime.members import ranks_of
+from zerofx.torch_private import default_store
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Ranks that come to every call together.
+
+    Attributes:
+        numbers: global ones, ascending; empty where one process is without a process group.
+        group: theirs; `None` if they are all ranks.
+    """
+
+    numbers: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no process group."""
+        return not self.numbers
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what only one does."""
+        return self.alone or dist.get_rank() == self.numbers[0]
+
+    def agreed(self, look: Callable[[], Result]) -> Result:
+        """The first rank looks, for all: what it returns or raises, every rank does."""
+        verdict: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                verdict[0] = look()
+            except CheckpointError as error:
+                verdict[1] = error
+        if not self.alone:
+            dist.broadcast_object_list(verdict, self.numbers[0], group=self.group)
+        if verdict[1] is not None:
+            raise verdict[1]
+        return verdict[0]
+
+    def claim(self, path: str | os.PathLike[str]) -> None:
+        """Refuse a path that other ranks of this job save another model to.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        if self.group is not None:
+            self.agreed(lambda: self._claim(Path(path).absolute()))
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """Another group of these ranks, for a thread; `None` without ranks."""
+        if self.alone:
+            return None
+        some = self.group is not None
+        made = dist.new_group(self.numbers, backend="gloo", use_local_synchronization=some)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    def _claim(self, path: Path) -> None:
+        mine = ", ".join(map(str, self.numbers))
+        holders = default_store().compare_set(f"zerofx/checkpoint/{path}", "", mine).decode()
+        if holders != mine:
+            raise CheckpointError(
+                f"ranks {mine} save to {path}, where ranks {holders} have saved their model",
+                "give what each group of ranks trains a path of its own",
+            )
+
+
+def ranks_that_hold(model: nn.Module) -> Ranks:
+    """Those of the mesh that the model is sharded on; all ranks if it is plain.
+
+    Raises:
+        CheckpointError: its parameters lie on different ranks, or on a 2-D mesh of some.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return Ranks((), None)
+    meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
+    held_by = {tuple(ranks_of(mesh)): mesh for mesh in meshes}
+    if len(held_by) > 1:
+        raise CheckpointError(
+            "parameters of the model lie on different ranks",
+            "save and load its modules one by one, each on the ranks that hold it",
+            [f"ranks {', '.join(map(str, ranks))}" for ranks in held_by],
+        )
+    for ranks, mesh in held_by.items():
+        if len(ranks) < dist.get_world_size():
+            return Ranks(ranks, _group(mesh))
+    return Ranks(tuple(range(dist.get_world_size())), None)
+
+
+def _group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim > 1:
+        raise CheckpointError(
+            f"the model lies on a mesh {tuple(mesh.shape)} of some ranks, which have no group",
+            "make one of them, and save by torch.distributed.checkpoint.save(process_group=…)",
+        )
+    return mesh.get_group()

@@ -1,0 +1,55 @@
+"""Which ranks hold a model: those of its mesh, all of them or some."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerofx.errors import UnsupportedError
+from zerofx.torch_private import live_ranks
+
+_numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+def ranks_of(mesh: DeviceMesh | None) -> list[int]:
+    """The ranks of a mesh, ascending; all ranks without one.
+
+    Raises:
+        UnsupportedError: this rank is not among them.
+    """
+    if mesh is None:
+        return list(range(dist.get_world_size()))
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if dist.get_rank() not in ranks:
+        raise UnsupportedError(
+            f"rank {dist.get_rank()} runs a model of the mesh of ranks {_named(ranks)}",
+            "run it on the ranks of its mesh only, or give this rank a mesh that it is part of",
+        )
+    return ranks
+
+
+def members(mesh: DeviceMesh | None) -> list[int]:
+    """As `ranks_of`, without those that a `fake` process group only speaks of."""
+    return live_ranks(ranks_of(mesh))
+
+
+def new_key(kind: str, ranks: Sequence[int]) -> str:
+    """A prefix in the process group's store for what is new on `ranks`, the same on all of them.
+
+    Each set of ranks counts for itself, so that a rank may hold models that others have not.
+    """
+    everyone = len(ranks) == dist.get_world_size()
+    prefix = f"zerofx/{kind}" if everyone else f"zerofx/{kind} of {_named(ranks)}"
+    return f"{prefix}/{next(_numbers[prefix])}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Short for every n-th rank of a large job."""
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) < 4 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]} to {ranks[-1]}" + (f" by {step}" if step > 1 else "")
