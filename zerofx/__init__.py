@@ -27,6 +27,7 @@ from zerofx.passes.changes import after, before, replace, without
 from zerofx.passes.registry import register_pass
 
 if TYPE_CHECKING:
+    from zerofx import checkpoint
     from zerofx.debug.explain import explain
     from zerofx.integrations.deepspeed.translate import from_deepspeed
 
@@ -38,6 +39,7 @@ __all__ = [
     "ZeroFxError",
     "after",
     "before",
+    "checkpoint",
     "drift",
     "explain",
     "from_deepspeed",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "checkpoint": "zerofx.checkpoint",
     "explain": "zerofx.debug.explain",
     "from_deepspeed": "zerofx.integrations.deepspeed.translate",
 }
@@ -62,7 +65,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    return home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)
 
 
 def __dir__() -> list[str]:
