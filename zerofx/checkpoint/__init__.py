@@ -1,7 +1,7 @@
 """Checkpoints: torch's own format (`torch.distributed.checkpoint`, DCP), written atomically.
 
-Any DCP program reads what this writes, and the other way round. Modules: store, ranks, reader, writer,
-snapshot, damage, export; source, formats, deepspeed and convert read what others wrote.
+Any DCP program reads what this writes, and the other way round. Modules: store, ranks, reader,
+writer, snapshot, damage, export; source, formats, deepspeed and convert read what others wrote.
 """
 
 from zerofx.checkpoint.convert import to_dcp, to_safetensors
