@@ -103,7 +103,8 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
-def _batch(rows: int, step: int) -> tuple[Tensor, Tensor]:
+def batch(rows: int, step: int) -> tuple[Tensor, Tensor]:
+    """Embeddings of sequences, and classes of their positions."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     return x, torch.randint(CLASSES, (rows, LENGTH), generator=generator)
@@ -133,7 +134,7 @@ def _steps(
 
 def _alone(block: Callable[[Any], nn.Module], rows: int) -> tuple[list[float], nn.Module]:
     model = Net(block)
-    return _steps(model, model.parameters(), lambda step: _batch(rows, step)), model
+    return _steps(model, model.parameters(), lambda step: batch(rows, step)), model
 
 
 def _full(param: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _sequence_parallel(stage: int, inner: str) -> tuple[list[float], dict[str, T
     model = Net(Attention, mesh.get_group("model"))
 
     def inputs(step: int) -> Any:
-        whole = _batch(4, step)
+        whole = batch(4, step)
         return [each.chunk(2)[data].chunk(2, 1)[part].contiguous() for each in whole]
 
     losses = _steps(_compiled(model, stage, None, inner), model.parameters(), inputs)
@@ -182,7 +183,7 @@ def _tensor_parallel(stage: int, inner: str, folder: Path) -> tuple[int, list[fl
     model.load_state_dict(_slices(Net(Mlp), part))
     run = _compiled(model, stage, mesh["data"], inner)
     losses = _steps(
-        run, model.parameters(), lambda step: [each.chunk(2)[data] for each in _batch(4, step)]
+        run, model.parameters(), lambda step: [each.chunk(2)[data] for each in batch(4, step)]
     )
     values = {name: _full(p.detach()).clone() for name, p in model.named_parameters()}
     _saved_and_loaded(model, folder, part, values)

@@ -134,6 +134,12 @@ HONOURED: dict[str, Pair] = {
     "comet.online": (_COMET, False, True),
     "comet.samples_log_interval": (_COMET, 1, 100),
     "gradient_allreduce_op": (BASE, "mean", "sum"),
+    "sequence_parallel_size": (BASE, 1, 2),
+    "seq_parallel_communication_data_type": (
+        {**BASE, "sequence_parallel_size": 2},
+        "fp32",
+        "bf16",
+    ),
     "dump_state": (BASE, False, True),
     "dataloader_drop_last": (BASE, False, True),
     "scheduler.params.last_batch_iteration": (_WARMUP, -1, 3),
@@ -157,7 +163,11 @@ HONOURED: dict[str, Pair] = {
     "zero_optimization.mics_shard_size": (_STAGE_3, 2, 4),
 }
 
-TOGETHER = {"bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"}
+TOGETHER = {
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "data_parallel_size",
+}
 """Honoured keys that mean something together only."""
 
 

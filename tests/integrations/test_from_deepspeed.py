@@ -188,7 +188,8 @@ def test_batch_sizes_multiply(
         with pytest.raises(ConfigError, match="train_batch_size"):
             _translate(sizes)
     else:
-        assert dataclasses.astuple(_translate(sizes).batch) == wanted
+        batch = _translate(sizes).batch
+        assert (batch.train, batch.micro, batch.accumulation) == wanted
 
 
 def test_auto_must_agree_with_the_file() -> None:

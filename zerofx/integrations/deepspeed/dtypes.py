@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -102,9 +103,15 @@ def _keeps_bf16(settings: Settings) -> bool:
 
 def reduce_dtype(settings: Settings) -> torch.dtype | None:
     """The wider of what gradients travel in and what they are summed in: here these are one."""
-    travel = _dtype_at("communication_data_type", settings)
-    summed = _dtype_at("data_types.grad_accum_dtype", settings)
-    return torch.promote_types(travel, summed) if travel and summed else travel or summed
+    asked = [
+        _dtype_at("communication_data_type", settings),
+        _dtype_at("data_types.grad_accum_dtype", settings),
+    ]
+    if settings.get("sequence_parallel_size", 1) > 1:
+        sequence = "seq_parallel_communication_data_type"
+        asked.append(_dtype_at(sequence, settings) or torch.float32)
+    given = [dtype for dtype in asked if dtype is not None]
+    return functools.reduce(torch.promote_types, given) if given else None
 
 
 def autocast_dtype(settings: Settings) -> torch.dtype | None:

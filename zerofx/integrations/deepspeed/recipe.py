@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zerofx.checkpoint.export import export_safetensors
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.batch import Batch
 from zerofx.integrations.deepspeed.choices import OptimizerChoice
 from zerofx.integrations.deepspeed.comms import CommsOptions
 from zerofx.integrations.deepspeed.dtypes import Casts
@@ -28,15 +29,6 @@ from zerofx.integrations.deepspeed.settings import Row
 from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
 from zerofx.runtime.params import params_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Samples: `train` per optimizer step over all ranks, `micro` per rank and backward."""
-
-    train: int
-    micro: int
-    accumulation: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +101,7 @@ class Recipe:
         text = io.StringIO()
         Console(file=text, width=160, markup=False, highlight=False).print(table)
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        batch = self.batch
-        sizes = (
-            f"{batch.micro} (micro-batch) × {batch.accumulation} (accumulation) × "
-            f"{self._ranks} (ranks)"
-        )
-        return "\n".join([*lines, "", f"batch: {batch.train} = {sizes}", *self._options()])
+        return "\n".join([*lines, "", str(self.batch), *self._options()])
 
     def _options(self) -> list[str]:
         plain = ZeroConfig()
@@ -125,10 +112,6 @@ class Recipe:
         shown = {"stage": self.config.stage, **shown}
         shown["passes"] = [getattr(each, "new", each) for each in self.config.passes]
         return [f"option {name}: {value}" for name, value in shown.items() if value != []]
-
-    @property
-    def _ranks(self) -> int:
-        return self.batch.train // (self.batch.micro * self.batch.accumulation)
 
     @property
     def backend(self) -> str:
@@ -222,9 +205,9 @@ class Recipe:
         return report
 
     def backward(self, loss: Tensor, scaler: FixedScaler) -> None:
-        """Backward of a micro-batch: its share of the mean, or of the sum over ranks, scaled."""
-        share = loss / self.batch.accumulation
-        scaler.scale(share * self._ranks if self.sums_gradients else share).backward()
+        """Backward of a micro-batch: its share of the mean or sum over ranks, scaled."""
+        summed = self.batch.sharing * (self.batch.groups if self.sums_gradients else 1)
+        scaler.scale(loss / self.batch.accumulation * summed).backward()
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """See that every parameter has a gradient, and a dtype, as the file wants it.

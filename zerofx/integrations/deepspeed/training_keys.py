@@ -21,6 +21,18 @@ _BATCH = [
         ],
         "count",
     ),
+    *keys(
+        "honoured",
+        "",
+        [
+            ("sequence_parallel_size", "ranks of a sequence: `backward` adds their gradients up"),
+            (
+                "data_parallel_size",
+                "ranks / `sequence_parallel_size`, checked",
+            ),
+        ],
+        "count",
+    ),
     *keys("always", "", [("managed_gradient_accumulation", "the loop is yours")], "bool"),
     Key("dataloader_drop_last", "honoured", "`drop_last`, for your data loader", "bool"),
 ]
@@ -147,6 +159,12 @@ _PRECISION = [
     ),
     Key("communication_data_type", "honoured", "option `reduce_dtype`", "text"),
     Key("data_types.grad_accum_dtype", "honoured", "option `reduce_dtype`", "text"),
+    Key(
+        "seq_parallel_communication_data_type",
+        "honoured",
+        "option `reduce_dtype` where several ranks share a sequence; by default fp32",
+        "text",
+    ),
     Key("data_types.param_dtype", "always", "it must name that of `fp16` or `bf16`", "text"),
     Key("data_types.buffer_dtype", "honoured", "`cast_model`: dtype of buffers", "text"),
     Key(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zerofx.codegen.blocks import KEPT
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.batch import batch_of
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
 from zerofx.integrations.deepspeed.comms import comms_options
 from zerofx.integrations.deepspeed.dtypes import (
@@ -23,7 +24,7 @@ from zerofx.integrations.deepspeed.dtypes import (
 from zerofx.integrations.deepspeed.flops import flops_options
 from zerofx.integrations.deepspeed.monitors import MONITORS
 from zerofx.integrations.deepspeed.read import Source, read
-from zerofx.integrations.deepspeed.recipe import Batch, Recipe, Scaling
+from zerofx.integrations.deepspeed.recipe import Recipe, Scaling
 from zerofx.integrations.deepspeed.settings import Settings, understand
 from zerofx.passes.changes import Change, before, replace
 from zerofx.passes.fuse_reduces import FuseReduces
@@ -64,7 +65,7 @@ def from_deepspeed(
     """
     settings = understand(read(source), auto or {}, leave_out)
     ranks = _world_size() if world_size is None else world_size
-    batch = _batch(settings, ranks)
+    batch = batch_of(settings, ranks)
     dtype = computation_dtype(settings)
     itemsize = 4 if dtype is None else dtype.itemsize
     chosen = {
@@ -122,28 +123,6 @@ def _world_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _batch(settings: Settings, ranks: int) -> Batch:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    whole, micro, steps = (settings.get(name) for name in names)
-    if micro is None and whole is not None:
-        micro = whole // (ranks * (steps or 1))
-    if micro is None:
-        raise ConfigError(
-            "the file says neither train_batch_size nor train_micro_batch_size_per_gpu",
-            'write one of them, or pass auto={"train_micro_batch_size_per_gpu": …} for "auto"',
-        )
-    if steps is None:
-        steps = 1 if whole is None else whole // (ranks * max(1, micro))
-    product = micro * steps * ranks
-    if product == 0 or whole not in (None, product):
-        raise ConfigError(
-            f"train_batch_size {whole} is not {micro} (micro-batch) × {steps} (accumulation) × "
-            f"{ranks} (ranks)",
-            "change one of them; any two determine the third",
-        )
-    return Batch(product, micro, steps)
 
 
 def _sums_gradients(settings: Settings) -> bool:

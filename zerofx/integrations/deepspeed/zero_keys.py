@@ -179,23 +179,14 @@ _AROUND = [
             ("compile.offload_opt_states", "needs offloading"),
             ("compile.offload_parameters", "needs offloading"),
             ("data_efficiency", "the data loader is yours"),
-            ("tensor_parallel", "data parallelism only"),
+            ("tensor_parallel", "the model splits itself: docs/parallelism.md"),
         ],
-    ),
-    *keys(
-        "missing",
-        "",
-        [
-            ("sequence_parallel_size", "data parallelism only"),
-            ("seq_parallel_communication_data_type", "data parallelism only"),
-        ],
-        off=(0, 1, "fp32"),
     ),
     # z1 and z3 are what a stage does anyway.
     Key(
         "compile.passes",
         "missing",
-        "autosp and autotp: data parallelism only; see option `passes`",
+        "autosp and autotp: the model splits itself (docs/parallelism.md); see option `passes`",
         off=(None, [], ["z1"], ["z3"]),
     ),
     *keys(

@@ -1,0 +1,70 @@
+"""How samples are spread over ranks and backwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples of an optimizer step.
+
+    Attributes:
+        train: over all ranks.
+        micro: per rank and backward.
+        accumulation: backwards.
+        sharing: ranks that work on the same samples, each on its part of the sequences.
+    """
+
+    train: int
+    micro: int
+    accumulation: int
+    sharing: int = 1
+
+    def __str__(self) -> str:
+        ranks = "ranks" if self.sharing == 1 else f"times {self.sharing} ranks that share samples"
+        sizes = f"{self.micro} (micro-batch) × {self.accumulation} (accumulation)"
+        return f"batch: {self.train} = {sizes} × {self.groups} ({ranks})"
+
+    @property
+    def groups(self) -> int:
+        """Ranks, or groups of ranks, that work on samples of their own."""
+        return self.train // (self.micro * self.accumulation)
+
+
+def batch_of(settings: Settings, ranks: int) -> Batch:
+    """The sizes that a file names, and the one that follows from them.
+
+    Raises:
+        ConfigError: they do not multiply.
+    """
+    sharing = max(1, settings.get("sequence_parallel_size", 1))
+    groups = settings.get("data_parallel_size", ranks // sharing)
+    if groups * sharing != ranks:
+        raise ConfigError(
+            f"{ranks} ranks are not {groups} × {sharing}, in which sequence_parallel_size is "
+            f"{sharing}",
+            "change it, data_parallel_size, or the number of ranks",
+        )
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (settings.get(name) for name in names)
+    if micro is None and whole is not None:
+        micro = whole // (groups * (steps or 1))
+    if micro is None:
+        raise ConfigError(
+            "the file says neither train_batch_size nor train_micro_batch_size_per_gpu",
+            'write one of them, or pass auto={"train_micro_batch_size_per_gpu": …} for "auto"',
+        )
+    if steps is None:
+        steps = 1 if whole is None else whole // (groups * max(1, micro))
+    product = micro * steps * groups
+    if product == 0 or whole not in (None, product):
+        raise ConfigError(
+            f"train_batch_size {whole} is not {micro} (micro-batch) × {steps} (accumulation) × "
+            f"{groups} (ranks{'' if sharing == 1 else ' / sequence_parallel_size'})",
+            "change one of them; any two determine the third",
+        )
+    return Batch(product, micro, steps, sharing)
