@@ -154,7 +154,7 @@ def _sequence_parallel(stage: int, inner: str) -> tuple[list[float], dict[str, T
     return losses, {name: _full(p.detach()) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("stage", "inner"), [(1, "eager"), (3, "inductor")])
+@pytest.mark.parametrize(("stage", "inner"), [(1, "eager"), (3, "eager")])
 def test_sequence_parallel(stage: int, inner: str) -> None:
     """Every rank trains on its half of the positions; gradients are the mean over all ranks."""
     results = run_ranks(4, _sequence_parallel, stage, inner, timeout=120)
@@ -207,7 +207,7 @@ def _saved_and_loaded(model: nn.Module, folder: Path, part: int, values: dict[st
     checkpoint.export_safetensors(model, folder / f"weights{part}")
 
 
-@pytest.mark.parametrize(("stage", "inner"), [(2, "inductor"), (3, "eager")])
+@pytest.mark.parametrize(("stage", "inner"), [(2, "eager"), (3, "inductor")])
 def test_tensor_parallel(stage: int, inner: str, tmp_path: Path) -> None:
     """Each part of the model is sharded, saved and loaded by the ranks that hold it."""
     results = run_ranks(4, _tensor_parallel, stage, inner, tmp_path, timeout=120)

@@ -97,7 +97,12 @@ def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, use_cpu=True
     )
-    for key, value in {"gradient_allreduce_op": "sum", "gradient_clipping": 0.5}.items():
+    against = {
+        "gradient_allreduce_op": "sum",
+        "gradient_clipping": 0.5,
+        "sequence_parallel_size": 2,
+    }
+    for key, value in against.items():
         file = {"train_micro_batch_size_per_gpu": 2, key: value}
         with pytest.raises(ConfigError, match=f"{key}: {value} in the file"):
-            agreed_config(zerofx.from_deepspeed(file, world_size=1), args)
+            agreed_config(zerofx.from_deepspeed(file, world_size=2), args)
