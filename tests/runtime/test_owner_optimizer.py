@@ -50,6 +50,26 @@ class Shampoo(Optimizer):
                 param.add_(update, alpha=-group["lr"])
 
 
+class Counting(Optimizer):
+    """Momentum that is corrected for its start by a count: in its group, or on itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1, where: str = "group") -> None:
+        super().__init__(params, {"lr": lr})
+        self.where, self.count = where, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.count += self.where == "self"
+        for group in self.param_groups:
+            if self.where == "norms":  # as Prodigy and D-Adaptation do
+                group["norm"] = sum(p.grad.norm().item() for p in group["params"])
+            count = group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                mean.lerp_(param.grad, 0.1)
+                param.sub_(mean / (1 - 0.9**count), alpha=group["lr"])
+
+
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.ndim == 2]
 
@@ -58,6 +78,7 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], Callable[[nn.Module], list[nn.P
     "muon": (partial(Muon, lr=0.05), matrices),
     "adafactor": (partial(Adafactor, lr=0.05), lambda model: list(model.parameters())),
     "shampoo": (Shampoo, lambda model: list(model.parameters())),
+    "counting": (Counting, lambda model: list(model.parameters())),
 }
 STEPS = 4
 
@@ -247,3 +268,30 @@ def test_owners_own_about_equally_much() -> None:
     loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(3)]
     assert max(loads) <= sum(sizes) / 3 + 1 + 19 and sum(loads) == sum(sizes)
     assert assign_owners([sizes, [9, 900]], 3)[0] == owners
+
+
+def test_counts_in_groups() -> None:
+    """What all owners write to a group counts on, as in one process."""
+    _compare(2, "counting", 3)
+    assert run_ranks(2, _count_after, 3) == [3, 3]
+
+
+def _count_after(steps: int) -> int:
+    _, optimizer = _trained("counting", 3, steps)
+    return optimizer.state_dict()["param_groups"][0]["count"]
+
+
+def _does_not_fit(where: str, message: str) -> None:
+    model = _model()
+    optimizer = OwnerOptimizer(model.parameters(), Counting, where=where)
+    compiled(model, 3)(*batch("mlp", dist.get_rank(), 0)).backward()
+    with refused(message, kind=ShardingError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("self", "counts on itself"), ("norms", "owners wrote different values to group 0")],
+)
+def test_optimizers_that_do_not_fit_are_refused(where: str, message: str) -> None:
+    run_ranks(2, _does_not_fit, where, message)

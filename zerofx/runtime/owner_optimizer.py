@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.errors import ShardingError
+from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import states_by_param
+from zerofx.runtime.owner_options import Written, changes, merged, numbers_of, tell
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
 from zerofx.runtime.parameter import local_tensor
@@ -37,7 +39,8 @@ class OwnerOptimizer(Optimizer):
     Args:
         params: parameters or groups of one model; sharded before the first step, not necessarily
             here.
-        optimizer_class: it keeps what it remembers in `state`, parameter by parameter.
+        optimizer_class: it keeps what it remembers in `state`, parameter by parameter, or in
+            `param_groups`, where all owners write the same.
         options: of that class.
     """
 
@@ -49,17 +52,19 @@ class OwnerOptimizer(Optimizer):
         # It checks parameters and options, and completes them with its defaults.
         prototype = optimizer_class(params, **options)
         super().__init__(prototype.param_groups, prototype.defaults)
+        self._writes: bool | None = None  # to its groups: the first step tells
 
     def __getstate__(self) -> dict[str, Any]:
         mine = {"_optimizer_class": self._optimizer_class, "_options": self._options}
-        return {**super().__getstate__(), **mine}
+        return {**super().__getstate__(), **mine, "_writes": None}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; every rank must take it.
 
         Raises:
-            ShardingError: parameters are not sharded, or are those of several models.
+            ShardingError: parameters are not sharded, or are those of several models; or the
+                optimizer does not treat each parameter by itself.
         """
         loss = None
         if closure is not None:
@@ -67,7 +72,8 @@ class OwnerOptimizer(Optimizer):
                 loss = closure()
         if not any(isinstance(param, DTensor) for param in params_of(self)):
             # Before sharding: a checkpoint is about to be loaded, or there is one process alone.
-            self._update({p: (p.detach(), p.grad) for p in params_of(self) if p.grad is not None})
+            plain = {p: (p.detach(), p.grad) for p in params_of(self) if p.grad is not None}
+            self._take_over([self._update(plain)])
             return loss
         session, owners = self._owners()
         settle(self.state, session, owners)
@@ -84,7 +90,7 @@ class OwnerOptimizer(Optimizer):
             for (state, owner), whole, grad in zip(ready, whole_values, whole_grads, strict=True)
             if owner == session.axes.shard.rank
         }
-        self._update(mine)
+        self._share(self._update(mine), session.axes.shard)
         for state, _ in ready:
             self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
         exchange(session, from_owners, "parameters", whole_values, values)
@@ -121,10 +127,30 @@ class OwnerOptimizer(Optimizer):
         places = [owner for group in owners for owner in group]
         return session, [(known[id(p)], owner) for p, owner in zip(params, places, strict=True)]
 
-    def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
+    def _share(self, mine: Written, comm: Comm) -> None:
+        """Take over what owners wrote to groups, on all ranks; few optimizers write there."""
+        if self._writes is False:
+            if mine.anything:
+                merged([mine])
+                raise ShardingError(
+                    "the optimizer wrote to its groups, and did not in its first step",
+                    "see what it writes there",
+                    sorted({key for each in mine.options for key in each or ()}),
+                )
+            return
+        told = tell(mine, comm)
+        if any(options is not None for each in told for options in each.options):
+            self._writes = any(each.anything for each in told)
+        self._take_over(told)
+
+    def _take_over(self, told: list[Written]) -> None:
+        for group, written in zip(self.param_groups, merged(told), strict=True):
+            group.update(written)
+
+    def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> Written:
         """One step of the optimizer over whole values and gradients, by parameter."""
         if not mine:
-            return
+            return Written([None] * len(self.param_groups), [])
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             wholes = [mine[param][0] for param in group["params"] if param in mine]
@@ -133,12 +159,17 @@ class OwnerOptimizer(Optimizer):
         for whole, grad in mine.values():
             whole.grad = grad
         inner = self._optimizer_class(groups, **self._options)
+        before = [dict(group) for group in inner.param_groups]
+        numbers = numbers_of(inner)
         for param, (whole, _) in mine.items():
             inner.state[whole] = self.state[param]
         inner.step()
         for param, (whole, _) in mine.items():
             self.state[param] = inner.state[whole]
             whole.grad = None
+        pairs = zip(before, inner.param_groups, strict=True)
+        options = [changes(old, new) if new["params"] else None for old, new in pairs]
+        return Written(options, [*changes(numbers, numbers_of(inner))])
 
 
 def _owned(state: ParamState, local: Tensor, owner: int) -> Owned:
