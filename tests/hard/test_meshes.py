@@ -18,8 +18,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from tests.contract.loops import full
 from tests.ranks import RanksFailed, run_ranks
 from zerofx import checkpoint
 
@@ -120,10 +120,13 @@ def _compiled(model: nn.Module, stage: int, mesh: DeviceMesh | None, inner: str)
 
 
 def _steps(
-    run: Callable[..., Tensor], params: Iterable[nn.Parameter], inputs: Callable[[int], Any]
+    run: Callable[..., Tensor],
+    params: Iterable[nn.Parameter],
+    inputs: Callable[[int], Any],
+    steps: int = STEPS,
 ) -> list[float]:
     optimizer, losses = torch.optim.SGD(params, lr=0.3, momentum=0.9), []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = run(*inputs(step))
         loss.backward()
         optimizer.step()
@@ -137,10 +140,6 @@ def _alone(block: Callable[[Any], nn.Module], rows: int) -> tuple[list[float], n
     return _steps(model, model.parameters(), lambda step: batch(rows, step)), model
 
 
-def _full(param: Tensor) -> Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param
-
-
 def _sequence_parallel(stage: int, inner: str) -> tuple[list[float], dict[str, Tensor]]:
     mesh = _mesh()
     data, part = mesh.get_local_rank("data"), mesh.get_local_rank("model")
@@ -151,7 +150,7 @@ def _sequence_parallel(stage: int, inner: str) -> tuple[list[float], dict[str, T
         return [each.chunk(2)[data].chunk(2, 1)[part].contiguous() for each in whole]
 
     losses = _steps(_compiled(model, stage, None, inner), model.parameters(), inputs)
-    return losses, {name: _full(p.detach()) for name, p in model.named_parameters()}
+    return losses, {name: full(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(("stage", "inner"), [(1, "eager"), (3, "eager")])
@@ -185,7 +184,7 @@ def _tensor_parallel(stage: int, inner: str, folder: Path) -> tuple[int, list[fl
     losses = _steps(
         run, model.parameters(), lambda step: [each.chunk(2)[data] for each in batch(4, step)]
     )
-    values = {name: _full(p.detach()).clone() for name, p in model.named_parameters()}
+    values = {name: full(p).clone() for name, p in model.named_parameters()}
     _saved_and_loaded(model, folder, part, values)
     return part, losses, values
 
@@ -200,7 +199,7 @@ def _saved_and_loaded(model: nn.Module, folder: Path, part: int, values: dict[st
     checkpoint.async_save(mine, model, extra=part).wait()
     assert checkpoint.load(mine, model) == part
     for name, param in model.named_parameters():
-        assert torch.equal(_full(param.detach()), values[name]), name
+        assert torch.equal(full(param), values[name]), name
     whole = checkpoint.full_state_dict(model)
     assert sorted(whole) == (sorted(values) if dist.get_rank() < 2 else [])
     assert all(torch.equal(whole[name], values[name]) for name in whole)
@@ -243,15 +242,10 @@ def _own_model(number: int) -> nn.Module:
 
 def _own_steps(run: Any, model: nn.Module, number: int, rows: slice) -> list[float]:
     """One model takes three steps, the other five; losses of the same rows in each."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))[rows]
-    for _ in range(3 + 2 * number):
-        loss = run(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return _steps(
+        lambda x: run(x).square().mean(), model.parameters(), lambda _: (x,), 3 + 2 * number
+    )
 
 
 def _own_models(folder: Path, stage: str) -> list[float]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import CheckpointError
-from zerofx.runtime.members import ranks_of
+from zerofx.runtime.members import named, ranks_of
 from zerofx.torch_private import default_store
 
 Result = TypeVar("Result")
@@ -75,7 +75,7 @@ class Ranks:
         return made
 
     def _claim(self, path: Path) -> None:
-        mine = ", ".join(map(str, self.numbers))
+        mine = named(self.numbers)
         holders = default_store().compare_set(f"zerofx/checkpoint/{path}", "", mine).decode()
         if holders != mine:
             raise CheckpointError(
@@ -98,7 +98,7 @@ def ranks_that_hold(model: nn.Module) -> Ranks:
         raise CheckpointError(
             "parameters of the model lie on different ranks",
             "save and load its modules one by one, each on the ranks that hold it",
-            [f"ranks {', '.join(map(str, ranks))}" for ranks in held_by],
+            [f"ranks {named(ranks)}" for ranks in held_by],
         )
     for ranks, mesh in held_by.items():
         if len(ranks) < dist.get_world_size():

@@ -178,10 +178,12 @@ def dump_for(
 
 def folder_of(folder: str, mesh: DeviceMesh | None) -> str:
     """Where this rank writes programs of a model on `mesh`: its first rank does, others nowhere."""
-    first = ranks_of(mesh)[0] if folder and dist.is_initialized() else 0
-    if first:
-        folder = str(Path(folder) / f"rank{first}")
-    return folder if not dist.is_initialized() or dist.get_rank() == first else ""
+    if not folder or not dist.is_initialized():
+        return folder
+    first = ranks_of(mesh)[0]
+    if dist.get_rank() != first:
+        return ""
+    return str(Path(folder) / f"rank{first}") if first else folder
 
 
 def _made(folder: Path, number: int) -> Path:

@@ -107,13 +107,12 @@ class Journal:
         with self._lock:
             place = f"{self._count} {self._checksum} {where}"
         self._store.set(f"{key}/{self._rank}", place)
-        others = self._others
         give_up = time.monotonic() + seconds
-        while others and time.monotonic() < give_up:
-            if self._store.check([f"{key}/{peer}" for peer in others]):
-                return [p for p in others if self._store.get(f"{key}/{p}").decode() != place]
+        while self._others and time.monotonic() < give_up:
+            if self._store.check([f"{key}/{peer}" for peer in self._others]):
+                return [p for p in self._others if self._store.get(f"{key}/{p}").decode() != place]
             time.sleep(POLL_SECONDS)
-        return [peer for peer in others if not self._store.check([f"{key}/{peer}"])]
+        return [peer for peer in self._others if not self._store.check([f"{key}/{peer}"])]
 
     def compare_plans(self, plan: str) -> None:
         """Publish `plan` and compare it with the first rank's; blocks until all publish theirs.

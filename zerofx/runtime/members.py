@@ -26,7 +26,7 @@ def ranks_of(mesh: DeviceMesh | None) -> list[int]:
     ranks = sorted(mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
         raise UnsupportedError(
-            f"rank {dist.get_rank()} runs a model of the mesh of ranks {_named(ranks)}",
+            f"rank {dist.get_rank()} runs a model of the mesh of ranks {named(ranks)}",
             "run it on the ranks of its mesh only, or give this rank a mesh that it is part of",
         )
     return ranks
@@ -43,11 +43,11 @@ def new_key(kind: str, ranks: Sequence[int]) -> str:
     Each set of ranks counts for itself, so that a rank may hold models that others have not.
     """
     everyone = len(ranks) == dist.get_world_size()
-    prefix = f"zerofx/{kind}" if everyone else f"zerofx/{kind} of {_named(ranks)}"
+    prefix = f"zerofx/{kind}" if everyone else f"zerofx/{kind} of {named(ranks)}"
     return f"{prefix}/{next(_numbers[prefix])}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
     """Short for every n-th rank of a large job."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) < 4 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, step)):

@@ -63,13 +63,15 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal; tensors bit for bit."""
+    if one is other:
+        return True  # a learning rate on a GPU: no wait for its number
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
 
 
-def tell(mine: Written, comm: Comm) -> list[Written]:
-    """What every rank along an axis wrote; all of them must call this."""
+def tell(mine: Any, comm: Comm) -> list[Any]:
+    """What every rank along an axis passes; all of them must call this."""
     told: list[Any] = [None] * comm.size
     dist.all_gather_object(told, mine, group=comm.group)
     return told

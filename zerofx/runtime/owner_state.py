@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from zerofx.runtime.owner_options import tell
 from zerofx.runtime.owners import Owned, exchange, from_owners, rows_of, to_owners
 from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import ParamState, as_dtensor
@@ -58,8 +58,7 @@ def spread(state: State, session: Session, owners: Owners) -> State:
         for place, (param, owner) in enumerate(owners)
         if owner == comm.rank and param.param in state
     }
-    told: list[Any] = [None] * comm.size
-    dist.all_gather_object(told, mine, group=comm.group)
+    told = tell(mine, comm)
     # In the same order on all ranks: who reads it may gather tensor by tensor.
     named = [param.param for param, _ in owners if param.param in state]
     shown: State = collections.defaultdict(dict, {param: {} for param in named})
