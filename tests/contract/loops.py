@@ -67,9 +67,9 @@ def adamw(model: nn.Module, **kwargs: Any) -> Optimizer:
     return AdamW(model.parameters(), lr=1e-2, eps=1e-3, **kwargs)
 
 
-def data(number: int, rows: int = 4) -> Batch:
+def data(number: int, rows: int = 4, dtype: torch.dtype = torch.float32) -> Batch:
     """This rank's batch."""
-    return batch("mlp", dist.get_rank(), number, rows=rows)
+    return batch("mlp", dist.get_rank(), number, dtype, rows=rows)
 
 
 def train(
@@ -77,8 +77,9 @@ def train(
 ) -> list[float]:
     """Losses of the usual loop."""
     losses: list[float] = []
+    dtype = optimizer.param_groups[0]["params"][0].dtype
     for number in range(steps) if isinstance(steps, int) else steps:
-        loss = run(*data(number))
+        loss = run(*data(number, dtype=dtype))
         loss.backward()
         losses.append(loss.item())
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +114,6 @@ def _initialised(stage: int) -> None:
         nn.init.ones_(one.last.weight)
     with torch.no_grad():
         close(run(*data(1)), ddp_model(*data(1)), "loss after nn.init")
-    # On CPU torch draws a DTensor's rows alike on every rank; full values have no such flaw.
     with zerofx.unshard(model) as values:
         torch.manual_seed(3)
         nn.init.kaiming_uniform_(values["first.weight"])
@@ -175,6 +175,58 @@ def test_parametrized_before_sharding(index: int) -> None:
 def test_parametrized_after_sharding(index: int) -> None:
     for stage in (1, 3):
         run_ranks(2, _norm, index, stage, False)
+
+
+def _remove(layer: nn.Module) -> None:
+    """Fold it in: torch's `leave_parametrized=True` has no `DTensor` in mind."""
+    if len(list(layer.parametrizations["weight"].parameters())) > 1:  # pyright: ignore
+        parametrize.remove_parametrizations(layer, "weight")
+        return
+    with torch.no_grad():
+        weight: Any = layer.weight.clone()  # pyright: ignore
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        layer.weight.copy_(weight)  # pyright: ignore
+
+
+def _plain_like(model: nn.Module) -> nn.Module:
+    other = net()
+    other.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    return other
+
+
+def _removed(stage: int, index: int, before: bool) -> None:
+    """A norm for a while, folded in later; a copy from in between goes on with it."""
+    model, plain = net(), net()
+    run = compiled(model, stage)
+
+    def both(one: Any, call: Any, other: nn.Module, number: int) -> None:
+        train(call, sgd(one), [number])
+        train(ddp := twin(other), sgd(ddp), [number])
+        other.load_state_dict(ddp.module.state_dict())
+        assert sharded(one)
+        same(one, other)
+
+    if not before:
+        both(model, run, plain, 0)
+    for one in (model, plain):
+        _NORMS[index](one.first)
+    both(model, run, plain, 1)
+    clone, plain_clone = copy.deepcopy(model), copy.deepcopy(plain)
+    both(clone, compiled(clone, stage), plain_clone, 2)
+    same(model, plain)
+    for one in (model, plain):
+        _remove(one.first)
+        assert type(one.first).__name__ == "Linear" and isinstance(one.first, nn.Linear)
+    both(model, run, plain, 3)
+    _remove(clone.first)  # torch gives plain copies one class, so that it can remove from one
+    both(clone, compiled(clone, stage), _plain_like(clone), 4)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("index", [0, 1])
+def test_parametrizations_that_are_copied_and_removed(index: int, before: bool) -> None:
+    for stage in (1, 3):
+        run_ranks(2, _removed, stage, index, before)
 
 
 def _spectral_after() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zerofx.errors import CheckpointError, UnsupportedError
+from zerofx.runtime import in_place
+from zerofx.runtime.in_place import full
 from zerofx.torch_private import storage_key
 
 OWNER = "_zerofx_owner"
@@ -75,9 +76,14 @@ class Sharded(DTensor):
         """The same; `nn.Parameter(…)` asks for a value of the same class."""
         return _writable(super().detach(), type(self))
 
+    def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same, in which draws are one process's: `nn.init.orthogonal_` begins so."""
+        made = super().new_empty(*args, **kwargs)
+        return made if torch.compiler.is_compiling() else _writable(made, Sharded)
+
     def __getitem__(self, index: Any) -> Tensor:
         found = super().__getitem__(index)
-        return self._seen(found, lambda full: full[index]) if _is_basic(index) else found
+        return self._seen(found, lambda whole: whole[index]) if _is_basic(index) else found
 
     def _seen(self, found: Any, view: Callable[[Tensor], Any]) -> Any:
         """What torch gives for a view, such that writes to it are writes to this.
@@ -88,7 +94,7 @@ class Sharded(DTensor):
         """
         if isinstance(found, tuple):
             parts = enumerate(cast(tuple[Tensor, ...], found))
-            return tuple(self._seen(part, lambda full, i=i: view(full)[i]) for i, part in parts)
+            return tuple(self._seen(part, lambda whole, i=i: view(whole)[i]) for i, part in parts)
         # With autograd no view of a parameter may be written to, in torch as here.
         if found.requires_grad and torch.is_grad_enabled():
             return found
@@ -103,14 +109,14 @@ class Sharded(DTensor):
         return storage_key(local_tensor(view)) == storage_key(local_tensor(self))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        full = _full(self.detach())
-        places = tuple(map(_full, index)) if isinstance(index, tuple) else _full(index)
-        full[places] = _full(value)
-        self.copy_(full)
+        whole = full(self.detach())
+        places = tuple(map(full, index)) if isinstance(index, tuple) else full(index)
+        whole[places] = full(value)
+        self.copy_(whole)
 
-    def _everywhere(self, full: Tensor) -> DTensor:
+    def _everywhere(self, whole: Tensor) -> DTensor:
         """A value that every rank has."""
-        value = full.detach().to(self.device)
+        value = whole.detach().to(self.device)
         return DTensor.from_local(value, self.device_mesh, _replicated(self), run_check=False)
 
     def _stable_hash_for_caching(self) -> str:
@@ -119,9 +125,14 @@ class Sharded(DTensor):
         return f"{whole} {tuple(local_tensor(self).shape)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        made = plain(self, super().detach())
-        made.grad = self.grad
-        return copy.deepcopy(made, memo)
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # pyright: ignore[reportAttributeAccessIssue]
+        # torch's takes a `DTensor` whose rows do not begin a buffer for one that has a storage.
+        made = plain(self, super().detach().clone())
+        memo[id(self)] = made
+        vars(made).update(copy.deepcopy(vars(made), memo))
+        made.grad = copy.deepcopy(self.grad, memo)
+        return _writable(made, ShardedParameter if isinstance(self, ShardedParameter) else Sharded)
 
 
 class ShardedParameter(Sharded):
@@ -159,18 +170,9 @@ class Copied(Sharded):
         return False
 
     def _write_back(self) -> None:
-        full = _full(self._whole.detach())
-        self._view(full).copy_(_full(self.detach()))
-        self._whole.copy_(full)
-
-
-def _writes_back(name: str) -> Callable[..., Any]:
-    def write(self: Copied, *args: Any, **kwargs: Any) -> Any:
-        getattr(Sharded, name)(self, *args, **kwargs)
-        self._write_back()
-        return self
-
-    return write
+        whole = full(self._whole.detach())
+        self._view(whole).copy_(full(self.detach()))
+        self._whole.copy_(whole)
 
 
 def _views(name: str) -> Callable[..., Any]:
@@ -184,7 +186,7 @@ def _views(name: str) -> Callable[..., Any]:
         except RuntimeError:
             # `DTensor` flattens no rows of which ranks have unequal numbers.
             found = plain(self.redistribute(placements=_replicated(self)), *args, **kwargs)
-        return self._seen(found, lambda full: getattr(full, name)(*args, **kwargs))
+        return self._seen(found, lambda whole: getattr(whole, name)(*args, **kwargs))
 
     return look
 
@@ -206,13 +208,12 @@ _VIEWING = (
     *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind"),
     *("unflatten", "unfold", "unsqueeze", "view", "vsplit"),
 )
-_RESHAPING = ("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "t_")
 for _name in _VIEWING:
     setattr(Sharded, _name, _views(_name))
-for _name in dir(Tensor):
-    _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _RESHAPING
-    if _in_place or (_name.startswith("__i") and _name[3:-2] in vars(operator)):
-        setattr(Copied, _name, _writes_back(_name))
+for _name, _method in in_place.methods():
+    setattr(Sharded, _name, _method)
+for _name in in_place.NAMES:
+    setattr(Copied, _name, in_place.writes_back(getattr(Sharded, _name)))
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -255,10 +256,6 @@ def refuse_foreign(value: DTensor, mesh: DeviceMesh) -> None:
 
 def _replicated(value: DTensor) -> list[Placement]:
     return [Replicate()] * value.device_mesh.ndim
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _writable(value: Any, kind: type[Sharded]) -> Any:

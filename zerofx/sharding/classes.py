@@ -9,6 +9,7 @@ parameter reads as its full value. Everywhere else it reads as the `nn.Parameter
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
@@ -65,7 +67,7 @@ def _follow(module: nn.Module) -> None:
     module.__dict__[_READS] = {
         name: (state.spec.layout.handle, state.spec.cast) for name, state in known.items()
     }
-    module.__class__ = _sharded_class(plain_class(type(module)), tuple(sorted(known)))
+    module.__class__ = _class_for(type(module), tuple(sorted(known)))
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
 
@@ -80,7 +82,25 @@ def bound_states(module: nn.Module) -> dict[str, ParamState]:
     return dict(module.__dict__.get(_STATES, {}))
 
 
-def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _class_for(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The generated class for a module of a class that may be one already."""
+    if not _is_parametrized(cls):
+        return _sharded_class(_plain_class(cls), names)
+    # torch takes its own class off again, or a property from it: that one stays outermost.
+    below = _sharded_class(_plain_class(cls.__bases__[0]), names)
+    body = {name: value for name, value in vars(cls).items() if name not in _NOT_COPIED}
+    return type(cls.__name__, (below,), body)
+
+
+_NOT_COPIED = ("__dict__", "__weakref__", "__deepcopy__")
+
+
+def _is_parametrized(cls: type[nn.Module]) -> bool:
+    """Whether `torch.nn.utils.parametrize` made it, for one module."""
+    return cls.__module__ == parametrize.__name__ and cls.__name__.startswith("Parametrized")
+
+
+def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The user's class behind a generated one; any other class itself."""
     return cls.__dict__.get("_zerofx_base", cls)
 
@@ -110,16 +130,31 @@ _read_quietly: Any = torch.compiler.disable(_read_eagerly)
 
 @functools.cache
 def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def delete(self: nn.Module, name: str) -> None:
+        base.__delattr__(self, name)
+        unbind(self, [name])
+
+    def restore(self: nn.Module, saved: tuple[dict[str, Any], dict[str, Any] | None]) -> None:
+        state, slots = saved
+        base.__setstate__(self, state)
+        for name, value in (slots or {}).items():
+            setattr(self, name, value)
+        for name, known in bound_states(self).items():
+            self._parameters[name] = known.param
+        bind(self, {})
+
     body: dict[str, Any] = {name: _parameter_property(name) for name in names}
     body.update(
         __module__=base.__module__,
         __qualname__=base.__qualname__,
         __doc__=base.__doc__,
         __reduce_ex__=_reduce_ex,
-        __setstate__=_setstate,
-        __delattr__=_delattr,
+        __setstate__=restore,
+        __delattr__=delete,
         _zerofx_base=base,
     )
+    if not hasattr(base, "__deepcopy__"):
+        body["__deepcopy__"] = _deepcopy
     if issubclass(base, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, _ignore)
     make: Any = type(base)
@@ -160,8 +195,13 @@ def _parameter_property(name: str) -> property:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return param
 
+    def write(self: Any, value: Any) -> None:
+        # `nn.Module` comes here once the parameter is no longer registered.
+        unbind(self, [name])
+        setattr(self, name, value)
+
     skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own
-    return property(read)
+    return property(read, write)
 
 
 _ABSENT = "absent"
@@ -184,11 +224,6 @@ skip_frames_of(_in_forward)
 skip_frames_of(backward_id)
 
 
-def _delattr(self: nn.Module, name: str) -> None:
-    plain_class(type(self)).__delattr__(self, name)
-    unbind(self, [name])
-
-
 def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `load_state_dict`: each rank takes its rows of plain full values."""
     for name, state in bound_states(module).items():
@@ -200,32 +235,29 @@ def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    # Parameters travel as their states, which know how to rebuild buffers.
-    slots: dict[str, Any] | None = None
-    state: Any = self.__getstate__()
-    if isinstance(state, tuple):
-        state, slots = state
-    state = dict(state)
-    mine = set(state[_STATES])
-    state["_parameters"] = {
-        name: None if name in mine else param for name, param in self._parameters.items()
-    }
-    return _rebuild, (plain_class(type(self)), tuple(sorted(mine))), (state, slots)
+    names = tuple(sorted(self.__dict__[_STATES]))
+    return _rebuild, (_plain_class(type(self)), names), _saved(self, self.__getstate__())
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    cls = type(self)
+    saved: Any = dict(vars(self)) if _is_parametrized(cls) else self.__getstate__()
+    memo[id(self)] = made = cls.__new__(cls)
+    made.__setstate__(copy.deepcopy(_saved(self, saved), memo))
+    return made
+
+
+def _saved(module: nn.Module, state: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What `__setstate__` wants. Parameters travel as their states, which rebuild buffers."""
+    state, slots = state if isinstance(state, tuple) else (state, None)
+    mine = state[_STATES]
+    params = {name: None if name in mine else p for name, p in module._parameters.items()}
+    return {**state, "_parameters": params}, slots
 
 
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     cls = _sharded_class(base, names)
     return cls.__new__(cls)
-
-
-def _setstate(self: nn.Module, saved: tuple[dict[str, Any], dict[str, Any] | None]) -> None:
-    state, slots = saved
-    plain_class(type(self)).__setstate__(self, state)
-    for name, value in (slots or {}).items():
-        setattr(self, name, value)
-    for name, known in bound_states(self).items():
-        self._parameters[name] = known.param
-    bind(self, {})
 
 
 def _flat_weights(self: Any) -> list[Any]:
