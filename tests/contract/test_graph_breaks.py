@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import FAST, STAGES, compiled, net, same, sgd, sharded, train, twin
+from tests.contract.loops import FAST, STAGES, compiled, data, net, same, sgd, sharded, train, twin
 from tests.ranks import run_ranks
 
 
@@ -120,3 +120,37 @@ def test_trains_as_ddp_does(build: Any, stage: int) -> None:
 @pytest.mark.parametrize("build", [_Views, _ViewsOfAWeight])
 def test_views_where_programs_take_dtensors(build: Any) -> None:
     run_ranks(2, _as_ddp, build, 3, options={**FAST, "grad_dtype": torch.float32})
+
+
+class _Energy(nn.Module):
+    """Differentiates a part of itself: forces of an energy."""
+
+    def __init__(self, create_graph: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
+        self.create_graph = create_graph
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = self.net(x)
+            (force,) = torch.autograd.grad(
+                out.sum(), x, create_graph=self.create_graph, retain_graph=True
+            )
+        return F.mse_loss(out, y) * force.square().mean()
+
+
+def _energy(stage: int) -> None:
+    model, ddp = net(lambda: _Energy(False)), twin(net(lambda: _Energy(False)))
+    train(compiled(model, stage), sgd(model))
+    train(ddp, sgd(ddp))
+    assert sharded(model)
+    same(model, ddp)
+    loss = compiled(net(lambda: _Energy(True)), stage)(*data(0))
+    with pytest.raises(RuntimeError, match="double backward"):  # of plain aot_eager, too
+        loss.backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_inside_forward(stage: int) -> None:
+    run_ranks(2, _energy, stage)

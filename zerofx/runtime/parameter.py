@@ -126,7 +126,7 @@ class Sharded(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
-            return super().__deepcopy__(memo)  # pyright: ignore[reportAttributeAccessIssue]
+            return super().__deepcopy__(memo)
         # torch's takes a `DTensor` whose rows do not begin a buffer for one that has a storage.
         made = plain(self, super().detach().clone())
         memo[id(self)] = made

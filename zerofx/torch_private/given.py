@@ -8,7 +8,12 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch._dynamo.callback import callback_handler, on_compile_start
+from torch._dynamo.callback import (
+    CallbackArgs,
+    CallbackTrigger,
+    callback_handler,
+    on_compile_start,
+)
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -35,7 +40,9 @@ def before_forwards(hear: Hear) -> None:
 
         handle = outer.register_forward_pre_hook(before)
 
-    def compiles(args: Any) -> None:
+    def compiles(args: CallbackArgs) -> None:
+        if args.callback_trigger is not CallbackTrigger.DYNAMO:
+            return  # a backward: torch holds a lock, and Dynamo would compile what is called here
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "compile_wrapper":
             frame = frame.f_back
