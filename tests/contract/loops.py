@@ -73,11 +73,13 @@ def data(number: int, rows: int = 4, dtype: torch.dtype = torch.float32) -> Batc
 
 
 def train(
-    run: Callable[..., Tensor], optimizer: Optimizer, steps: Iterable[int] | int = 2
+    run: Callable[..., Tensor],
+    optimizer: Optimizer,
+    steps: Iterable[int] | int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> list[float]:
     """Losses of the usual loop."""
     losses: list[float] = []
-    dtype = optimizer.param_groups[0]["params"][0].dtype
     for number in range(steps) if isinstance(steps, int) else steps:
         loss = run(*data(number, dtype=dtype))
         loss.backward()

@@ -177,15 +177,15 @@ def test_parametrized_after_sharding(index: int) -> None:
         run_ranks(2, _norm, index, stage, False)
 
 
-def _remove(layer: nn.Module) -> None:
+def _remove(layer: Any) -> None:
     """Fold it in: torch's `leave_parametrized=True` has no `DTensor` in mind."""
-    if len(list(layer.parametrizations["weight"].parameters())) > 1:  # pyright: ignore
+    if len(list(layer.parametrizations["weight"].parameters())) > 1:
         parametrize.remove_parametrizations(layer, "weight")
         return
     with torch.no_grad():
-        weight: Any = layer.weight.clone()  # pyright: ignore
+        weight = layer.weight.clone()
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-        layer.weight.copy_(weight)  # pyright: ignore
+        layer.weight.copy_(weight)
 
 
 def _plain_like(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -72,24 +73,25 @@ class _Tied(nn.Module):
 
 def _after(stage: int) -> None:
     model, ddp = net(_Tied).double(), twin(net(_Tied).double())  # its norm magnifies rounding
+    step = functools.partial(train, dtype=torch.float64)
     zerofx.shard(model, config(stage))
     run = compiled(model, stage)
-    train(run, sgd(model), 1)
-    train(ddp, sgd(ddp), 1)
+    step(run, sgd(model), 1)
+    step(ddp, sgd(ddp), 1)
     if torch.distributed.get_rank() == 0:
         copy.deepcopy(model)  # communicates nothing
     clone, ddp_clone = copy.deepcopy(model), twin(ddp.module)
     assert clone.down.weight is clone.up.weight is not model.up.weight
     same(clone, ddp)
-    train(compiled(clone, stage), sgd(clone), [5, 6])
+    step(compiled(clone, stage), sgd(clone), [5, 6])
     same(model, ddp)  # the copy is independent
-    train(ddp_clone, sgd(ddp_clone), [5, 6])
+    step(ddp_clone, sgd(ddp_clone), [5, 6])
     assert sharded(clone)
     for name, param in ddp_clone.module.named_parameters():
         close(full(clone.get_parameter(name)), param.detach(), name)
     # The LSTM makes Dynamo skip the frame: buffers are rank 0's in eager code, too.
     close(clone.norm.running_mean, ddp_clone.module.norm.running_mean, "running_mean")
-    train(compiled(model, stage), sgd(model), [7])
+    step(compiled(model, stage), sgd(model), [7])
     clone.eval()
     with torch.no_grad():
         batch = data(3, dtype=torch.float64)
@@ -111,10 +113,8 @@ def _parts(stage: int) -> None:
     grads = [full(param.grad).clone() for param in model.parameters()]
     before = {name: full(value).clone() for name, value in model.state_dict().items()}
     best, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    copied, param = (
-        copy.deepcopy([param.grad for param in model.parameters()]),
-        copy.deepcopy(weight),
-    )
+    copied: Any = copy.deepcopy([param.grad for param in model.parameters()])
+    param: Any = copy.deepcopy(weight)
     twice: Any = copy.deepcopy([weight, weight])
     other: Any = copy.deepcopy(optimizer)
     assert twice[0] is twice[1] is not weight

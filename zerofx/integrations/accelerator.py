@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zerofx
 from zerofx import checkpoint
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.runtime.in_place import full
 from zerofx.runtime.params import params_of
 from zerofx.sharding.refuse import refuse_wrappers
 from zerofx.sharding.shard import session_of
@@ -122,7 +122,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> Tensor | None:
         """Clip, and return the norm over all ranks: a plain tensor of no dimensions."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return full(norm)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Full values on the host of rank 0, an empty dict elsewhere; every rank calls it.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 _RESHAPING = (
     *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
@@ -35,7 +35,7 @@ NAMES = tuple(name for name in dir(Tensor) if _is_in_place(name))
 def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
     """By name, those of a sharded tensor."""
     for name in NAMES:
-        if name != "copy_" and hasattr(DTensor, name):
+        if name != "copy_":
             yield name, _draws(name) if name in _RANDOM else _takes_full(name)
 
 
@@ -48,7 +48,9 @@ def _draws(name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         with torch.no_grad():
             whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            getattr(whole, name)(*map(full, args), **{key: full(kwargs[key]) for key in kwargs})
+            getattr(whole, name)(
+                *map(full, args), **{key: full(each) for key, each in kwargs.items()}
+            )
             drawn = distribute_tensor(whole, self.device_mesh, self.placements)
         return DTensor.copy_(self, drawn)
 
@@ -63,27 +65,27 @@ def _takes_full(name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
         args = tuple(_like(self, each) for each in args)
-        return plain(self, *args, **{key: _like(self, kwargs[key]) for key in kwargs})
+        return plain(self, *args, **{key: _like(self, each) for key, each in kwargs.items()})
 
     return write
 
 
-def writes_back(write: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for rows that are copies: it writes to what they were taken from."""
-
-    def write_back(self: Any, *args: Any, **kwargs: Any) -> Any:
-        write(self, *args, **kwargs)
-        self._write_back()
-        return self
-
-    return write_back
-
-
-def _like(written: Any, operand: Any) -> Any:
+def _like(written: DTensor, operand: Any) -> Any:
     is_full = isinstance(operand, Tensor) and not isinstance(operand, DTensor) and operand.ndim
-    return written._everywhere(operand) if is_full else operand
+    return everywhere(written, operand) if is_full else operand
 
 
 def full(value: Any) -> Any:
     """The whole of a `DTensor`; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def everywhere(like: DTensor, whole: Tensor) -> DTensor:
+    """A full value that every rank has, on the mesh and device of another tensor."""
+    value = whole.detach().to(like.device)
+    return DTensor.from_local(value, like.device_mesh, replicated(like), run_check=False)
+
+
+def replicated(value: DTensor) -> list[Placement]:
+    """Placements under which every rank has all of it."""
+    return [Replicate()] * value.device_mesh.ndim

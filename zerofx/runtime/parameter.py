@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
 from zerofx.errors import CheckpointError, UnsupportedError
 from zerofx.runtime import in_place
-from zerofx.runtime.in_place import full
+from zerofx.runtime.in_place import everywhere, full, replicated
 from zerofx.torch_private import storage_key
 
 OWNER = "_zerofx_owner"
@@ -68,7 +68,7 @@ class Sharded(DTensor):
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
-        value = other if isinstance(other, DTensor) else self._everywhere(other)
+        value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
         return super().copy_(value, non_blocking)
 
@@ -113,11 +113,6 @@ class Sharded(DTensor):
         places = tuple(map(full, index)) if isinstance(index, tuple) else full(index)
         whole[places] = full(value)
         self.copy_(whole)
-
-    def _everywhere(self, whole: Tensor) -> DTensor:
-        """A value that every rank has."""
-        value = whole.detach().to(self.device)
-        return DTensor.from_local(value, self.device_mesh, _replicated(self), run_check=False)
 
     def _stable_hash_for_caching(self) -> str:
         # By torch's a rank would take code that another one compiled for its own number of rows.
@@ -175,6 +170,15 @@ class Copied(Sharded):
         self._whole.copy_(whole)
 
 
+def _writes_back(write: Callable[..., Any]) -> Callable[..., Any]:
+    def write_back(self: Copied, *args: Any, **kwargs: Any) -> Any:
+        write(self, *args, **kwargs)
+        self._write_back()
+        return self
+
+    return write_back
+
+
 def _views(name: str) -> Callable[..., Any]:
     plain = getattr(DTensor, name)
 
@@ -185,7 +189,7 @@ def _views(name: str) -> Callable[..., Any]:
             found = plain(self, *args, **kwargs)
         except RuntimeError:
             # `DTensor` flattens no rows of which ranks have unequal numbers.
-            found = plain(self.redistribute(placements=_replicated(self)), *args, **kwargs)
+            found = plain(self.redistribute(placements=replicated(self)), *args, **kwargs)
         return self._seen(found, lambda whole: getattr(whole, name)(*args, **kwargs))
 
     return look
@@ -213,7 +217,7 @@ for _name in _VIEWING:
 for _name, _method in in_place.methods():
     setattr(Sharded, _name, _method)
 for _name in in_place.NAMES:
-    setattr(Copied, _name, in_place.writes_back(getattr(Sharded, _name)))
+    setattr(Copied, _name, _writes_back(getattr(Sharded, _name)))
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -252,10 +256,6 @@ def refuse_foreign(value: DTensor, mesh: DeviceMesh) -> None:
             "load the file that this rank wrote, or, for a file of one rank, write whole values: "
             "docs/loops.md says how",
         )
-
-
-def _replicated(value: DTensor) -> list[Placement]:
-    return [Replicate()] * value.device_mesh.ndim
 
 
 def _writable(value: Any, kind: type[Sharded]) -> Any:

@@ -241,7 +241,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     cls = type(self)
-    saved: Any = dict(vars(self)) if _is_parametrized(cls) else self.__getstate__()
+    saved: Any = vars(self) if _is_parametrized(cls) else self.__getstate__()
     memo[id(self)] = made = cls.__new__(cls)
     made.__setstate__(copy.deepcopy(_saved(self, saved), memo))
     return made
