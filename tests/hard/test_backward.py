@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.hard.pair import EAGER, STAGES, Pair, draw, full, same
+from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, draw, full, same
 from tests.models import batch, make
 from tests.ranks import run_ranks
 
@@ -37,6 +37,33 @@ def _retained(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_repeated_and_interleaved_backwards(stage: int) -> None:
     run_ranks(2, _retained, stage)
+
+
+class Likelihood(nn.Module):
+    """Cholesky factors are checked by an effect, whose token comes before all other inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = nn.Parameter(torch.zeros(()))
+        self.net, self.mean = nn.Linear(4, 5), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.net(x)
+        noise = nn.functional.softplus(self.noise) * torch.eye(len(x))
+        factor = torch.linalg.cholesky(features @ features.mT + noise)
+        return torch.linalg.solve_triangular(factor, self.mean(x), upper=False).square().mean()
+
+
+def _effects(stage: int, inner: str) -> None:
+    pair = Pair(Likelihood(), stage, EAGER if inner == "eager" else INDUCTOR, lr=0.01, rtol=1e-4)
+    pair.train(lambda run, number: run(draw(6, 4, seed=number)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "inner"), [*((stage, "eager") for stage in STAGES), (1, "inductor"), (3, "inductor")]
+)
+def test_effects_in_forward(stage: int, inner: str) -> None:
+    run_ranks(2, _effects, stage, inner)
 
 
 class _Fails(torch.autograd.Function):

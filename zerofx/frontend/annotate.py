@@ -19,7 +19,7 @@ from zerofx.ir.view import identity_source
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
-from zerofx.torch_private import dynamo_input_of
+from zerofx.torch_private import dynamo_input_of, orders_effects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +154,8 @@ def _buffers_by_id() -> dict[int, tuple[Session, str]]:
 
 
 def _placeholder(node: fx.Node, inputs: GraphInputs) -> Facts:
+    if orders_effects(node):
+        return Facts(Role.EFFECT)
     position, attribute = dynamo_input_of(node)
     if position is None:
         return Facts(Role.COMPUTE)

@@ -193,9 +193,11 @@ def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:
     """Inputs of a joint program's forward part, each with the place of its gradient.
 
     AOTAutograd returns gradients in the order of the inputs. A `DTensor` is two inputs, shard and
-    mesh; its gradient is two values as well, or a single None.
+    mesh; its gradient is two values as well, or a single None. What orders effects (the check
+    of `linalg.cholesky`, a print) comes before the inputs and has no gradient.
     """
-    inputs: list[fx.Node] = list(joint.graph.find_nodes(op="placeholder"))
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    inputs = [node for node in placeholders if facts(node).role is not Role.EFFECT]
     gradients = joint.outputs[joint.num_user_outputs :]
     at = place = 0
     while at < len(inputs) and place < len(gradients):

@@ -28,6 +28,7 @@ class Role(enum.Enum):
     BUFFER = "buffer"
     MESH = "mesh"
     SAVED = "saved"
+    EFFECT = "effect"
     FULL = "full"
     GRAD = "grad"
     UNSHARD = "unshard"

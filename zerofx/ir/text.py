@@ -34,6 +34,7 @@ _INPUT_PREFIXES = {
     Role.SHARD: "shard",
     Role.BUFFER: "buffer",
     Role.SAVED: "saved",
+    Role.EFFECT: "effect",
     Role.FULL: "full",
     Role.GRAD: "tangent",
 }
@@ -101,7 +102,7 @@ class _Printer:
             stem = _stem(node)
             number = numbers.get(stem, 0)
             numbers[stem] = number + 1
-            if stem == "%" or stem in ("input", "saved", "tangent", "constant"):
+            if stem == "%" or stem in ("input", "saved", "effect", "tangent", "constant"):
                 joint = "" if stem == "%" else "."
                 self.names[node] = f"{stem}{joint}{number}"
             else:

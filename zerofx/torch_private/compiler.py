@@ -20,7 +20,11 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import FakeRootModule
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, detect_fake_mode
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    ForwardTokenAOTInput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+)
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
@@ -56,6 +60,11 @@ def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
     if isinstance(description, PlainAOTInput):
         return description.idx, attribute
     return None, ""
+
+
+def orders_effects(node: fx.Node) -> bool:
+    """Whether a placeholder is a token: an empty tensor that ties effects to their order."""
+    return isinstance(node.meta.get("desc"), ForwardTokenAOTInput)
 
 
 class _RestartAfterSharding(TensorifyScalarRestartAnalysis):
