@@ -21,7 +21,7 @@ from tests.hard.wire import watched
 from tests.models import Mlp, batch
 from tests.ranks import run_ranks
 from zerofx import OwnerOptimizer, checkpoint
-from zerofx.errors import ShardingError
+from zerofx.errors import ShardingError, UnsupportedError
 from zerofx.runtime.owners import assign_owners
 
 
@@ -51,19 +51,34 @@ class Shampoo(Optimizer):
 
 
 class Counting(Optimizer):
-    """Momentum that is corrected for its start by a count: in its group, or on itself."""
+    """Momentum that is corrected for its start by a count of steps."""
 
     def __init__(self, params: Any, lr: float = 0.1, where: str = "group") -> None:
         super().__init__(params, {"lr": lr})
-        self.where, self.count = where, 0
+        self.where, self.number, self.tensor = where, 0, torch.zeros(())
+
+    def _count(self, group: dict[str, Any]) -> int:
+        """One more than in the last step, if it is kept until then."""
+        if self.where == "itself":
+            self.number += 1
+            return self.number
+        if self.where == "its tensor":
+            return int(self.tensor.add_(1))
+        if self.where == "state":  # as MADGRAD does
+            return int(self.state.setdefault("k", torch.zeros(())).add_(1))  # pyright: ignore
+        if self.where == "state of its tensor":
+            return int(self.state[self.tensor].setdefault("k", torch.zeros(())).add_(1))
+        if self.where == "tensor in group":
+            return int(group.setdefault("count", torch.zeros(())).add_(1))
+        if self.where == "norms":  # as Prodigy and D-Adaptation do
+            group["norm"] = sum(p.grad.norm().item() for p in group["params"])
+        group["count"] = group.get("count", 0) + 1
+        return group["count"]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.count += self.where == "self"
         for group in self.param_groups:
-            if self.where == "norms":  # as Prodigy and D-Adaptation do
-                group["norm"] = sum(p.grad.norm().item() for p in group["params"])
-            count = group["count"] = group.get("count", 0) + 1
+            count = self._count(group)
             for param in group["params"]:
                 mean = self.state[param].setdefault("mean", torch.zeros_like(param))
                 mean.lerp_(param.grad, 0.1)
@@ -78,7 +93,10 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], Callable[[nn.Module], list[nn.P
     "muon": (partial(Muon, lr=0.05), matrices),
     "adafactor": (partial(Adafactor, lr=0.05), lambda model: list(model.parameters())),
     "shampoo": (Shampoo, lambda model: list(model.parameters())),
-    "counting": (Counting, lambda model: list(model.parameters())),
+    **{
+        f"counting in {where}": (partial(Counting, where=where), lambda m: list(m.parameters()))
+        for where in ("group", "tensor in group", "state")
+    },
 }
 STEPS = 4
 
@@ -270,15 +288,35 @@ def test_owners_own_about_equally_much() -> None:
     assert assign_owners([sizes, [9, 900]], 3)[0] == owners
 
 
-def test_counts_in_groups() -> None:
-    """What all owners write to a group counts on, as in one process."""
-    _compare(2, "counting", 3)
-    assert run_ranks(2, _count_after, 3) == [3, 3]
+COUNTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "group": lambda saved: saved["param_groups"][0]["count"],
+    "tensor in group": lambda saved: saved["param_groups"][0]["count"],
+    "state": lambda saved: saved["state"]["k"],
+}
 
 
-def _count_after(steps: int) -> int:
-    _, optimizer = _trained("counting", 3, steps)
-    return optimizer.state_dict()["param_groups"][0]["count"]
+@pytest.mark.parametrize("where", COUNTS)
+def test_counts_of_all_parameters(where: str) -> None:
+    """What all owners write for all parameters counts on, as in one process."""
+    _compare(2, f"counting in {where}", 3)
+    assert run_ranks(2, _count_after, where, 3) == [3, 3]
+
+
+def _count_after(where: str, steps: int) -> int:
+    _, optimizer = _trained(f"counting in {where}", 3, steps)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    return int(COUNTS[where](optimizer.state_dict()))
+
+
+def _saved_with_foreign_keys(path: Path) -> None:
+    model, optimizer = _trained("counting in state", 3, 1)
+    with refused("'k'", "save the model alone", kind=UnsupportedError):
+        checkpoint.save(path, model, optimizer)
+
+
+def test_checkpoints_name_keys_that_are_no_parameters(tmp_path: Path) -> None:
+    run_ranks(2, _saved_with_foreign_keys, tmp_path / "saved")
 
 
 def _does_not_fit(where: str, message: str) -> None:
@@ -291,7 +329,12 @@ def _does_not_fit(where: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [("self", "counts on itself"), ("norms", "owners wrote different values to group 0")],
+    [
+        ("itself", "remembers what is lost\n  - number"),
+        ("its tensor", "remembers what is lost\n  - tensor"),
+        ("state of its tensor", "state of tensors that are no parameters"),
+        ("norms", "owners wrote different values to group 0"),
+    ],
 )
 def test_optimizers_that_do_not_fit_are_refused(where: str, message: str) -> None:
     run_ranks(2, _does_not_fit, where, message)

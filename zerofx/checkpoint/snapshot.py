@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from zerofx.errors import UnsupportedError
 from zerofx.runtime.params import params_of
 
 State = dict[str, Any]
@@ -32,7 +33,7 @@ def take(model: nn.Module, optimizer: Optimizer | None) -> State:
     out: State = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         stepped = bool(optimizer.state)
-        out["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        out["optimizer"] = _of(model, optimizer)
         if not stepped:
             optimizer.state.clear()
             out["optimizer"]["state"] = {}
@@ -51,7 +52,7 @@ def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
         yield out
     else:
         with _set_aside(optimizer):
-            wanted: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer)}
+            wanted = _of(model, optimizer)
             saved = metadata.state_dict_metadata
             out["optimizer"] = wanted
             _add_settings(wanted["param_groups"], saved)
@@ -64,6 +65,21 @@ def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
         options = StateDictOptions(strict=False)  # parameters without gradients have no state
         set_optimizer_state_dict(model, optimizer, out["optimizer"], options=options)
     set_model_state_dict(model, out["model"])
+
+
+def _of(model: nn.Module, optimizer: Optimizer) -> State:
+    try:
+        return {**get_optimizer_state_dict(model, optimizer)}
+    except KeyError as error:
+        foreign = [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]
+        if not foreign:
+            raise
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has state under keys that are no parameters, for which "
+            "torch.distributed.checkpoint has no names",
+            "keep it in param_groups, or save the model alone and optimizer.state_dict() beside it",
+            foreign,
+        ) from error
 
 
 def _add_settings(groups: list[dict[str, Any]], saved: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import states_by_param
-from zerofx.runtime.owner_options import Written, changes, merged, numbers_of, tell
+from zerofx.runtime.owner_options import Written, changes, everyones, merged, numbers_of, seen, tell
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
 from zerofx.runtime.parameter import local_tensor
@@ -39,8 +39,8 @@ class OwnerOptimizer(Optimizer):
     Args:
         params: parameters or groups of one model; sharded before the first step, not necessarily
             here.
-        optimizer_class: it keeps what it remembers in `state`, parameter by parameter, or in
-            `param_groups`, where all owners write the same.
+        optimizer_class: it keeps what it remembers in `state`, parameter by parameter, or under
+            other keys of `state` and in `param_groups`, where all owners write the same.
         options: of that class.
     """
 
@@ -128,29 +128,29 @@ class OwnerOptimizer(Optimizer):
         return session, [(known[id(p)], owner) for p, owner in zip(params, places, strict=True)]
 
     def _share(self, mine: Written, comm: Comm) -> None:
-        """Take over what owners wrote to groups, on all ranks; few optimizers write there."""
+        """Take over what owners wrote for all parameters, on all ranks; few optimizers do."""
         if self._writes is False:
             if mine.anything:
                 merged([mine])
                 raise ShardingError(
                     "the optimizer wrote to its groups, and did not in its first step",
                     "see what it writes there",
-                    sorted({key for each in mine.options for key in each or ()}),
+                    sorted({str(key) for entries in mine.entries for key in entries or ()}),
                 )
             return
         told = tell(mine, comm)
-        if any(options is not None for each in told for options in each.options):
+        if any(entries is not None for each in told for entries in each.entries):
             self._writes = any(each.anything for each in told)
         self._take_over(told)
 
     def _take_over(self, told: list[Written]) -> None:
-        for group, written in zip(self.param_groups, merged(told), strict=True):
-            group.update(written)
+        for entries, written in zip((*self.param_groups, self.state), merged(told), strict=True):
+            entries.update(written)
 
     def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> Written:
         """One step of the optimizer over whole values and gradients, by parameter."""
         if not mine:
-            return Written([None] * len(self.param_groups), [])
+            return Written([None] * (len(self.param_groups) + 1), [])
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             wholes = [mine[param][0] for param in group["params"] if param in mine]
@@ -159,17 +159,22 @@ class OwnerOptimizer(Optimizer):
         for whole, grad in mine.values():
             whole.grad = grad
         inner = self._optimizer_class(groups, **self._options)
-        before = [dict(group) for group in inner.param_groups]
-        numbers = numbers_of(inner)
+        inner.state.update(everyones(self.state))
         for param, (whole, _) in mine.items():
             inner.state[whole] = self.state[param]
+        before = [seen(group) for group in inner.param_groups]
+        state, numbers = seen(inner.state), seen(numbers_of(inner))
         inner.step()
-        for param, (whole, _) in mine.items():
-            self.state[param] = inner.state[whole]
-            whole.grad = None
         pairs = zip(before, inner.param_groups, strict=True)
-        options = [changes(old, new) if new["params"] else None for old, new in pairs]
-        return Written(options, [*changes(numbers, numbers_of(inner))])
+        wrote = [changes(old, new) if new["params"] else None for old, new in pairs]
+        wrote.append(changes(state, inner.state))
+        for param, (whole, _) in mine.items():
+            self.state[param] = inner.state.pop(whole, {})
+            whole.grad = None
+        lost = [*changes(numbers, numbers_of(inner))]
+        if any(isinstance(key, Tensor) for key in inner.state):
+            lost.append("state of tensors that are no parameters")
+        return Written(wrote, lost)
 
 
 def _owned(state: ParamState, local: Tensor, owner: int) -> Owned:

@@ -1,7 +1,7 @@
-"""What an optimizer writes down outside of its state while it steps: counts of steps, mostly.
+"""What an optimizer writes down while it steps that no parameter owns: counts of steps, mostly.
 
-Owners step apart, so each writes to groups of its own. Where all write the same, it is everybody's;
-where they do not, the optimizer has looked at several parameters at once.
+Owners step apart, so each writes to groups and to a state of its own. Where all write the same, it
+is everybody's; where they do not, the optimizer has looked at several parameters at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zerofx.runtime.comm import Comm
 
 _REMEDY = (
     "OwnerOptimizer is for optimizers that treat each parameter by itself and keep what they "
-    "remember in their state or in param_groups; train without sharding optimizer states, or "
-    "choose another one"
+    "remember in the state of parameters or in param_groups; train without sharding optimizer "
+    "states, or choose another one"
 )
 
 
@@ -30,17 +30,19 @@ class Written:
     """What one rank's step wrote.
 
     Attributes:
-        options: by group, those that are new or changed; `None` where it owns nothing.
-        attributes: numbers of the optimizer itself that changed, by name.
+        entries: new or changed options by group, and last entries of the state under keys that are
+            no parameters; `None` where it owns nothing.
+        lost: what changed and cannot be carried to the next step: numbers and tensors of the
+            optimizer itself, state of tensors that are no parameters.
     """
 
-    options: list[dict[str, Any] | None]
-    attributes: list[str]
+    entries: list[dict[Any, Any] | None]
+    lost: list[str]
 
     @property
     def anything(self) -> bool:
         """Whether it wrote anything at all."""
-        return any(self.options) or bool(self.attributes)
+        return any(self.entries) or bool(self.lost)
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -48,16 +50,30 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     }
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What is new or has another value; parameters aside."""
+def seen(entries: Mapping[Any, Any]) -> dict[Any, tuple[Any, int]]:
+    """Values as they are, each with the number of writes to it; state of parameters aside."""
+    return {
+        key: (value, value._version if isinstance(value, Tensor) else 0)
+        for key, value in entries.items()
+        if key != "params" and not isinstance(key, Tensor)
+    }
+
+
+def everyones(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Entries of an optimizer's state under keys that are no parameters."""
+    return {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
+
+
+def changes(before: Mapping[Any, tuple[Any, int]], after: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What is new, has another value, or is a tensor that was written to."""
     return {
         key: value
-        for key, value in after.items()
-        if key != "params" and not (key in before and same(before[key], value))
+        for key, (value, writes) in seen(after).items()
+        if not (key in before and writes == before[key][1] and same(before[key][0], value))
     }
 
 
@@ -77,19 +93,20 @@ def tell(mine: Any, comm: Comm) -> list[Any]:
     return told
 
 
-def merged(told: Sequence[Written]) -> list[dict[str, Any]]:
-    """By group, the options that all owners of its parameters wrote.
+def merged(told: Sequence[Written]) -> list[dict[Any, Any]]:
+    """By group, and last for the state, what all owners of its parameters wrote.
 
     Raises:
         ShardingError: they wrote different values, or numbers that are lost.
     """
-    lost = sorted({name for each in told for name in each.attributes})
+    lost = sorted({name for each in told for name in each.lost})
     if lost:
-        raise ShardingError("the optimizer counts on itself, which is lost", _REMEDY, lost)
-    out: list[dict[str, Any]] = []
-    for parts in zip(*(each.options for each in told), strict=True):
+        raise ShardingError("the optimizer remembers what is lost", _REMEDY, lost)
+    out: list[dict[Any, Any]] = []
+    places = [f"group {number}" for number in range(len(told[0].entries) - 1)]
+    for place, *parts in zip((*places, "the state"), *(each.entries for each in told), strict=True):
         wrote = [part for part in parts if part is not None]
-        first: dict[str, Any] = wrote[0] if wrote else {}
+        first: dict[Any, Any] = wrote[0] if wrote else {}
         odd = [
             key
             for part in wrote
@@ -98,7 +115,7 @@ def merged(told: Sequence[Written]) -> list[dict[str, Any]]:
         ]
         if odd:
             raise ShardingError(
-                f"owners wrote different values to group {len(out)}", _REMEDY, sorted({*odd})
+                f"owners wrote different values to {place}", _REMEDY, sorted({str(k) for k in odd})
             )
         out.append(first)
     return out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from zerofx.runtime.owner_options import tell
+from zerofx.runtime.owner_options import everyones, tell
 from zerofx.runtime.owners import Owned, exchange, from_owners, rows_of, to_owners
 from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import ParamState, as_dtensor
@@ -61,7 +61,7 @@ def spread(state: State, session: Session, owners: Owners) -> State:
     told = tell(mine, comm)
     # In the same order on all ranks: who reads it may gather tensor by tensor.
     named = [param.param for param, _ in owners if param.param in state]
-    shown: State = collections.defaultdict(dict, {param: {} for param in named})
+    shown: State = collections.defaultdict(dict, {param: {} for param in named} | everyones(state))
     places: list[tuple[Tensor, str]] = []
     tensors: list[Owned] = []
     wholes: list[Tensor] = []
