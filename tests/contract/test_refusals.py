@@ -153,7 +153,8 @@ def _optimizers() -> None:
         (LBFGS, "LBFGS"),
         (Adafactor, "Adafactor"),
         (fused, "SGD(fused=True)"),
-        (torch.optim.Rprop, "Rprop(foreach=False)"),
+        (torch.optim.Rprop, "Rprop(capturable=False)"),
+        (functools.partial(torch.optim.Rprop, foreach=True), "OwnerOptimizer(params"),
     ):
         model = net()
         optimizer = kind(model.parameters())

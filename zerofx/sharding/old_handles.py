@@ -107,8 +107,8 @@ def refuse_optimizers(optimizers: list[Optimizer]) -> None:
             raise UnsupportedError(
                 f"optimizer {what} does not work on sharded parameters",
                 "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
-                "element by element; of torch's fused ones, Adam and AdamW; Rprop(foreach=True). "
-                "One that needs whole matrices takes zerofx.OwnerOptimizer(params, Adafactor)",
+                "element by element; of torch's fused ones, Adam and AdamW. Others, and those that "
+                "need whole matrices, run whole: zerofx.OwnerOptimizer(params, Adafactor)",
             )
 
 
@@ -119,14 +119,9 @@ def _needs_more(optimizer: Optimizer) -> str:
     groups = optimizer.param_groups
     if isinstance(optimizer, (SGD, Adagrad)) and any(group.get("fused") for group in groups):
         return f"{name}(fused=True)"
-    masks = isinstance(optimizer, Rprop) and any(map(_writes_through_masks, groups))
-    return f"{name}(foreach=False)" if masks else ""
-
-
-def _writes_through_masks(group: Mapping[str, Any]) -> bool:
-    """What Rprop does one by one, unless it must not wait for numbers; not by default on GPUs."""
-    foreach, on_gpus = group.get("foreach"), all(param.is_cuda for param in group["params"])
-    return not group.get("capturable") and not (on_gpus if foreach is None else foreach)
+    if isinstance(optimizer, Rprop) and not all(group.get("capturable") for group in groups):
+        return f"{name}(capturable=False)"  # it writes through masks
+    return ""
 
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
