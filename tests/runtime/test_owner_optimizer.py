@@ -186,7 +186,8 @@ def _measured() -> None:
     before, alive = _alive(), list[int]()
     optimizer.step()
     # Momentum, whole at the owners.
-    assert _alive() - before == size / num_ranks
+    after = _alive()
+    assert after - before == size / num_ranks, (before, after, size / num_ranks)
     held = [value.shape for entry in optimizer.state.values() for value in entry.values()]
     assert held == [(64, 64)] * (8 // num_ranks)
     before = _alive()
