@@ -32,6 +32,8 @@ class Writes(nn.Module):
                 next(self.parameters()).mul_(0.5)
             elif self.how == "data":
                 self.linear.weight.data.mul_(0.5)
+            elif self.how == "assigned":
+                self.linear.weight.data = 0.5 * self.linear.weight
         return self.linear(x).sum()
 
 
@@ -67,6 +69,7 @@ _WRITES = [
     (Writes, "view"),
     (Writes, "parameters"),
     (Writes, "data"),
+    (Writes, "assigned"),
     (Renormalised, "max_norm"),
     (Checkpointed, "whole"),
 ]

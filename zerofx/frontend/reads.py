@@ -16,7 +16,12 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.joint import copy_module
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
-from zerofx.torch_private import is_checkpoint_call, is_dtensor_call, memory_of
+from zerofx.torch_private import (
+    ends_where_data_is_assigned,
+    is_checkpoint_call,
+    is_dtensor_call,
+    memory_of,
+)
 
 _SPARSE_ARGUMENT: dict[Any, int] = {F.embedding: 6, F.embedding_bag: 7}
 
@@ -39,6 +44,9 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
         values = _values(graph, known)
         written += [spec.name for node, spec in values.items() if _version(node) > 0]
         written += _written_behind_versions(graph, values)
+        if ends_where_data_is_assigned(graph.owning_module):
+            returned = graph.output_node().all_input_nodes
+            written += [values[node].name for node in returned if node in values]
         sparse += [spec.name for node, spec in values.items() if any(map(_is_sparse, node.users))]
     if written:
         raise UnsupportedError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
@@ -78,3 +78,9 @@ def _method(node: fx.Node) -> str:
 
 
 _DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")
+
+
+def ends_where_data_is_assigned(module: nn.Module | None) -> bool:
+    """Whether a frame's graph breaks off at `x.data = …` of an `x` that it computed."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is not None and "mutate tensor data attribute" in reason.reason
