@@ -58,8 +58,8 @@ def seen(entries: Mapping[Any, Any]) -> dict[Any, tuple[Any, int]]:
     """Values as they are, each with the number of writes to it; state of parameters aside."""
     return {
         key: (value, value._version if isinstance(value, Tensor) else 0)
-        for key, value in entries.items()
-        if key != "params" and not isinstance(key, Tensor)
+        for key, value in everyones(entries).items()
+        if key != "params"
     }
 
 
