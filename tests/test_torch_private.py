@@ -26,6 +26,7 @@ OWNERS = {
     "_foreach_sign_": "torch.ops.aten",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_op_type": "torch.distributed.Work",
+    "_raw_saved_tensors": "torch.autograd.function.BackwardCFunction",
     "_schema": "torch.ops.aten.add.Tensor",
     "_local_tensor": "torch.distributed.tensor.DTensor",
     "_spec": "torch.distributed.tensor.DTensor",

@@ -11,6 +11,7 @@ from tests.hard.pair import EAGER, STAGES, Pair, draw, same
 from tests.hard.wire import watched
 from tests.models import batch, make
 from tests.ranks import run_ranks
+from zerofx.errors import UnsupportedError
 
 
 class Tied(nn.Module):
@@ -190,8 +191,11 @@ def _returned(stage: int) -> None:
         pair.run(draw(3, 6))
     for index, (one, other) in enumerate(zip(ours, kept, strict=True)):
         same(one.detach(), other, f"kept output {index}")
+    # As values they do not carry an edit to the weights: it is refused, and the model lives on.
     with torch.no_grad():
         pair.run(draw(3, 6))[1].zero_()
+        with pytest.raises(UnsupportedError, match=r"linear\.weight"):
+            pair.run(draw(3, 6))
         same(pair.run(draw(3, 6))[1], pair.plain(draw(3, 6))[1], "weight after an edited copy")
 
 

@@ -34,6 +34,14 @@ class Writes(nn.Module):
                 self.linear.weight.data.mul_(0.5)
             elif self.how == "assigned":
                 self.linear.weight.data = 0.5 * self.linear.weight
+            elif self.how == "rows":
+                self.linear.weight.data[:] = 0.5
+            elif self.how == "list":
+                torch._foreach_copy_([self.linear.weight], [torch.zeros(6, 6)])
+            elif self.how == "list of data":
+                torch._foreach_mul_([self.linear.weight.data], 0.5)
+            elif self.how == "data of parameters":
+                torch.relu_(next(self.parameters()).data)
         return self.linear(x).sum()
 
 
@@ -70,6 +78,10 @@ _WRITES = [
     (Writes, "parameters"),
     (Writes, "data"),
     (Writes, "assigned"),
+    (Writes, "rows"),
+    (Writes, "list"),
+    (Writes, "list of data"),
+    (Writes, "data of parameters"),
     (Renormalised, "max_norm"),
     (Checkpointed, "whole"),
 ]

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
-from tests.contract.loops import compiled, refused
+from tests.contract.loops import compiled, full, refused
 from tests.models import batch
 from tests.ranks import run_ranks
 from tests.runtime.owned import (
@@ -50,6 +53,62 @@ def _saved_with_foreign_keys(path: Path) -> None:
 
 def test_checkpoints_name_keys_that_are_no_parameters(tmp_path: Path) -> None:
     run_ranks(2, _saved_with_foreign_keys, tmp_path / "saved")
+
+
+class Joint(Optimizer):
+    """Gradient descent that may look at several parameters for one of them."""
+
+    def __init__(self, params: Any, how: str, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "how": how})
+
+    def _scales(self, group: dict[str, Any], grads: list[Tensor]) -> list[float]:
+        norms = [grad.norm().item() for grad in grads]
+        if group["how"] == "clips by all":  # as AdaGC does in its first steps
+            return [1 / max(1.0, sum(norms))] * len(norms)
+        if group["how"] == "pairs":  # as LoRA-RITE does
+            return [norms[place ^ 1] for place in range(len(norms))]
+        if group["how"] == "in place":
+            torch._foreach_mul_(grads, 0.5)
+        if group["how"] == "draws":
+            return [torch.rand(()).item() for _ in norms]
+        return [1 / norm for norm in norms]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            grads = [param.grad for param in params]
+            for param, grad, scale in zip(params, grads, self._scales(group, grads), strict=True):
+                param.sub_(grad, alpha=group["lr"] * scale)
+
+
+def _looks(how: str, lr: float, refuses: bool) -> None:
+    model = make_model()
+    run, optimizer = compiled(model, 3), OwnerOptimizer(model.parameters(), Joint, how=how, lr=lr)
+    run(*batch("mlp", dist.get_rank(), 0)).backward()
+    if not refuses:
+        optimizer.step()
+        return
+    before, drawn = [full(param) for param in model.parameters()], torch.get_rng_state()
+    with refused("another one is in its group", kind=ShardingError):
+        optimizer.step()
+    assert all(map(torch.equal, before, map(full, model.parameters())))
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("how", "lr", "refuses"),
+    [
+        ("clips by all", 0.1, True),
+        ("clips by all", 0.0, True),  # before a warm-up
+        ("pairs", 0.1, True),
+        ("apart", 0.1, False),
+        ("in place", 0.1, False),
+        ("draws", 0.1, False),
+    ],
+)
+def test_optimizers_that_look_at_several_parameters(how: str, lr: float, refuses: bool) -> None:
+    run_ranks(2, _looks, how, lr, refuses)
 
 
 def _does_not_fit(where: str, message: str) -> None:

@@ -30,7 +30,7 @@ from zerofx.frontend.partition import (
 )
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.quantize import kernels_of
-from zerofx.frontend.reads import read_whole, refuse_uses
+from zerofx.frontend.reads import read_whole, refuse_uses, returned
 from zerofx.frontend.shards import take_shards
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import decided, dumps, loads, weigh
@@ -43,6 +43,7 @@ from zerofx.ir.view import computes_in
 from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
+from zerofx.runtime.handed_out import hand_out, taking_tensors
 from zerofx.runtime.session import Session
 from zerofx.torch_private import (
     DynamoStartsAgain,
@@ -108,6 +109,7 @@ class Capture:
             self._dump.graph(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
+        handed_out = returned(module, self.inputs.params)
         taken, shards_of = take_shards(module, example_inputs, self._params_to_take())
         wrapped = any(isinstance(value, DTensor) for value in taken)
         head, regenerate = views_outside(module) if wrapped else (module, None)
@@ -123,9 +125,12 @@ class Capture:
 
         def run(*args: Any) -> Any:
             outputs = compiled(*shards_of(args))
-            return outputs if regenerate is None else regenerate(*outputs)
+            outputs = outputs if regenerate is None else regenerate(*outputs)
+            for place, position in handed_out.items():
+                hand_out(args[position], outputs[place])
+            return outputs
 
-        return run
+        return taking_tensors(run, example_inputs)
 
     def _params_to_take(self) -> dict[int, ParamSpec]:
         # Gradients in a dtype of their own are wrapped as if they had their parameter's.

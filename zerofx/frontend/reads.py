@@ -7,15 +7,17 @@ and it is never written to, since the write would be lost.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.joint import copy_module
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
+from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import (
     ends_where_data_is_assigned,
     is_checkpoint_call,
@@ -88,8 +90,41 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
                 full = graph.call_function(UNSHARD, args)
             for reader in read[node]:
                 reader.replace_input_with(node, full)
-        if any(read.values()) and graph.owning_module is not None:
+        made = _take_computed(graph, known, inputs_too=graph is not module.graph)
+        if (made or any(read.values())) and graph.owning_module is not None:
             graph.owning_module.recompile()
+
+
+def _take_computed(graph: fx.Graph, known: Parameters, *, inputs_too: bool) -> bool:
+    """Let modules read what was computed in the place of their parameters as it is.
+
+    `functional_call(net, {name: 2 * param …}, x)`: full values are computed from full values.
+
+    Args:
+        graph: Dynamo's, or of a checkpointed region.
+        known: its parameters.
+        inputs_too: whether other inputs are computed: those of a checkpointed region are.
+
+    Returns:
+        Whether there are any.
+    """
+    computed = [
+        node
+        for node in graph.nodes
+        if is_call(node, UNSHARD)
+        and (source := _parameter(node)) not in known
+        and (inputs_too or source.op != "placeholder")
+    ]
+    for node in computed:
+        shard, _, _, cast_to = cast(tuple[Any, ...], node.args)
+        with graph.inserting_before(node):
+            value = _parameter(node)
+            made = graph.call_method("to", (value, cast_to)) if cast_to is not None else value
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+        if not shard.users:
+            graph.erase_node(shard)
+    return bool(computed)
 
 
 def read_plain(module: fx.GraphModule, params: dict[int, ParamSpec]) -> fx.GraphModule:
@@ -124,6 +159,20 @@ def _copy_with_bodies(module: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
+def returned(module: fx.GraphModule, params: dict[int, ParamSpec]) -> dict[int, int]:
+    """Which outputs of a graph are full values: positions of their parameters by their own."""
+    inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+    values = _values(
+        module.graph, {node: params[at] for node, at in inputs.items() if at in params}
+    )
+    outputs: Any = module.graph.output_node().args[0]
+    return {
+        place: inputs[_parameter(node)]
+        for place, node in enumerate(outputs)
+        if node in values and node not in inputs
+    }
+
+
 def graphs_with(
     module: fx.GraphModule, params: dict[int, ParamSpec]
 ) -> Iterator[tuple[fx.Graph, Parameters]]:
@@ -142,9 +191,15 @@ def _values(graph: fx.Graph, known: Parameters) -> Parameters:
     """Parameters and their full values."""
     found = dict(known)
     for node in graph.nodes:
-        if is_call(node, UNSHARD) and node.args[0].args[0] in known:
-            found[node] = known[node.args[0].args[0]]
+        if is_call(node, UNSHARD) and _parameter(node) in known:
+            found[node] = known[_parameter(node)]
     return found
+
+
+def _parameter(full: fx.Node) -> fx.Node:
+    """The parameter whose full value a node is, by way of its shard."""
+    shard: Any = full.args[0]
+    return cast(fx.Node, shard.args[0])
 
 
 def _version(node: fx.Node) -> int:
@@ -154,17 +209,30 @@ def _version(node: fx.Node) -> int:
 
 
 def _written_behind_versions(graph: fx.Graph, values: Parameters) -> Iterator[str]:
-    """Writes through `.data`, which counts no versions but shares memory."""
+    """Writes through `.data`, which has versions of its own, and by `torch._foreach_…_`."""
     names = {_memory(node): spec.name for node, spec in values.items()}
     names.pop(None, None)
-    for node in graph.find_nodes(op="call_method"):
-        name = names.get(_memory(node.args[0]))
-        if name is not None and node.target.endswith("_") and not node.target.endswith("__"):
-            yield name
+    for node in graph.nodes:
+        written = [node] if _version(node) > 0 else _written_as_list(node)
+        yield from (names[key] for key in map(_memory, written) if key in names)
 
 
-def _memory(node: Any) -> int | None:
-    return memory_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else None
+def _written_as_list(node: fx.Node) -> Sequence[Any]:
+    """The members of a list that an operation writes to: fake tensors do not count that."""
+    name = str(getattr(node.target, "__name__", ""))
+    in_place = name.startswith("_foreach_") and name.endswith("_")
+    return cast(Sequence[Any], node.args[0]) if in_place else ()
+
+
+def _memory(node: Any) -> tuple[bool, int | None] | None:
+    """Names the memory of a node's tensor, and whether that is a `DTensor`.
+
+    A shard's version says nothing: it is a view, and making fake views counts.
+    """
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    if isinstance(value, DTensor):
+        return True, memory_of(local_tensor(value))
+    return (False, memory_of(value)) if isinstance(value, Tensor) else None
 
 
 def _is_sparse(user: fx.Node) -> bool:

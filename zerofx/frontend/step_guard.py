@@ -76,6 +76,7 @@ def _check(optimizer: Optimizer) -> None:
             refuse_optimizers([optimizer])
     for session in live_sessions():
         session.refuse_pending(params)
+        session.handed_out.refuse_written()
         if session.config.detect_anomaly:
             refuse_non_finite(session, params)
     # With learning rates of zero torch makes optimizer state before a checkpoint is loaded.

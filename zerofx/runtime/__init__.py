@@ -4,6 +4,7 @@ Touches device memory and the network; knows nothing of graphs but their vocabul
 handles, session, members, axes, domain, params, parameter, in_place, chunks, accumulation,
 overflow, loss_scale, finite, gradients, dtensor_rules, pickles, host_memory, gathered, kept,
 secondary, rounds, bucket, network, comm, pending, mail, exchange, two_hop, collectives, replicas,
-feedback, frozen, drift, quantized, owners, owner_state, owner_options, owner_optimizer, calibrate,
-speed, differences, roll_call, journal, watch, markers, place, execute.
+feedback, frozen, drift, quantized, owners, owner_state, owner_options, owner_probe,
+owner_optimizer, handed_out, calibrate, speed, differences, roll_call, journal, watch, markers,
+place, execute.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from zerofx.errors import ShardingError
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.owner_options import Written, changes, everyones, merged, numbers_of, seen, tell
+from zerofx.runtime.owner_probe import looks_at_others
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
 from zerofx.runtime.parameter import local_tensor
@@ -90,7 +92,8 @@ class OwnerOptimizer(Optimizer):
             for (state, owner), whole, grad in zip(ready, whole_values, whole_grads, strict=True)
             if owner == session.axes.shard.rank
         }
-        self._share(self._update(mine), session.axes.shard)
+        joint = self._writes is None and self._looks_at_others(mine)
+        self._share(dataclasses.replace(self._update(mine), joint=joint), session.axes.shard)
         for state, _ in ready:
             self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
         exchange(session, from_owners, "parameters", whole_values, values)
@@ -147,6 +150,19 @@ class OwnerOptimizer(Optimizer):
         for entries, written in zip((*self.param_groups, self.state), merged(told), strict=True):
             entries.update(written)
 
+    def _looks_at_others(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> bool:
+        """Whether one of these is updated by what others are; a small matrix is asked."""
+        fresh = [param for param in mine if not self.state.get(param)]
+        if not fresh:
+            return False
+        param = min(fresh, key=lambda param: (param.ndim < 2, param.numel()))
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+
+        def make(groups: list[dict[str, Any]]) -> Optimizer:
+            return self._optimizer_class(groups, **self._options)
+
+        return looks_at_others(make, _options_of(group), *mine[param])
+
     def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> Written:
         """One step of the optimizer over whole values and gradients, by parameter."""
         if not mine:
@@ -154,8 +170,7 @@ class OwnerOptimizer(Optimizer):
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             wholes = [mine[param][0] for param in group["params"] if param in mine]
-            options = {key: value for key, value in group.items() if key != "param_names"}
-            groups.append({**options, "params": wholes})
+            groups.append({**_options_of(group), "params": wholes})
         for whole, grad in mine.values():
             whole.grad = grad
         inner = self._optimizer_class(groups, **self._options)
@@ -175,6 +190,10 @@ class OwnerOptimizer(Optimizer):
         if any(isinstance(key, Tensor) for key in inner.state):
             lost.append("state of tensors that are no parameters")
         return Written(wrote, lost)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "param_names"}
 
 
 def _owned(state: ParamState, local: Tensor, owner: int) -> Owned:

@@ -34,10 +34,12 @@ class Written:
             no parameters; `None` where it owns nothing.
         lost: what changed and cannot be carried to the next step: numbers and tensors of the
             optimizer itself, state of tensors that are no parameters.
+        joint: it updates a parameter by what others are.
     """
 
     entries: list[dict[Any, Any] | None]
     lost: list[str]
+    joint: bool = False
 
     @property
     def anything(self) -> bool:
@@ -97,8 +99,15 @@ def merged(told: Sequence[Written]) -> list[dict[Any, Any]]:
     """By group, and last for the state, what all owners of its parameters wrote.
 
     Raises:
-        ShardingError: they wrote different values, or numbers that are lost.
+        ShardingError: they wrote different values, or numbers that are lost; or the optimizer does
+            not treat each parameter by itself.
     """
+    if any(each.joint for each in told):
+        raise ShardingError(
+            "the optimizer updates a parameter otherwise if another one is in its group: it looks "
+            "at pairs, or at a norm or a step size over all, of which an owner has a part",
+            _REMEDY,
+        )
     lost = sorted({name for each in told for name in each.lost})
     if lost:
         raise ShardingError("the optimizer remembers what is lost", _REMEDY, lost)

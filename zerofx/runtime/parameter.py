@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zerofx.errors import CheckpointError, UnsupportedError
 from zerofx.runtime import in_place
 from zerofx.runtime.in_place import everywhere, full, replicated
-from zerofx.torch_private import storage_key
+from zerofx.torch_private import skip_frames_of, storage_key
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
@@ -204,6 +204,9 @@ KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
 # AOTAutograd compares the classes of fake and real inputs.
 for _kind in KINDS:
     setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
+
+# At a graph break Dynamo would compile the frame of a property that reads itself.
+skip_frames_of(cast(Any, Sharded.data).fget)
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad

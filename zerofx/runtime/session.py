@@ -22,6 +22,7 @@ from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.gathered import GatheredMemory
+from zerofx.runtime.handed_out import HandedOut
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
 from zerofx.runtime.kept import KeptValues
@@ -48,6 +49,7 @@ class Session:
         replicated: domain of parameters that every rank holds whole.
         gathered: memory of gathered values.
         kept: those among them that forward left for backward.
+        handed_out: full values that code outside of programs holds.
         codes: what is remembered of codes.
         journal: the collectives issued so far.
         watch: looks on while this rank waits.
@@ -75,6 +77,7 @@ class Session:
         self._root: weakref.ref[nn.Module] | None = None
         self.gathered = GatheredMemory()
         self.kept = KeptValues(self.gathered)
+        self.handed_out = HandedOut()
         self.codes = CodeMemory.empty(config.drift_every)
         ranks = members(self.mesh)
         # One rank may copy a model alone: numbers of new models stay in step all the same.

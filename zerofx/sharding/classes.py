@@ -118,10 +118,16 @@ def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
         )
     refuse_past_recompile_limit(state.spec.name)
     session = state.domain.session
-    if session.config.broadcast_buffers and backward_id() < 0:
+    if backward_id() >= 0:
+        kept = session.handed_out.kept_for(state)
+        if kept is not None:
+            return kept
+    elif session.config.broadcast_buffers:
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
         session.sync_buffers(list(module.buffers(recurse=False)))
-    return UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
+    value = UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
+    session.handed_out.add(state, value)
+    return value
 
 
 # Around code that Dynamo skipped it would compile DTensor's own frames.

@@ -1,9 +1,15 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: captured, compiler, distributed, given, profiling, tensors, turns.
+Modules: backwards, captured, compiler, distributed, given, profiling, tensors, turns.
 """
 
+from zerofx.torch_private.backwards import (
+    backward_id,
+    call_after_backward,
+    inside_reentrant_checkpoint,
+    kept_by_running_function,
+)
 from zerofx.torch_private.captured import (
     Compilation,
     DynamoStartsAgain,
@@ -49,11 +55,10 @@ from zerofx.torch_private.distributed import (
 from zerofx.torch_private.given import before_forwards
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.tensors import (
+    PLAIN_RESULTS,
     DispatchMode,
     FakeMode,
-    backward_id,
     below_transforms,
-    call_after_backward,
     count_foreach_zero,
     fake_copy,
     fake_mode,
@@ -61,7 +66,6 @@ from zerofx.torch_private.tensors import (
     fake_shard,
     foreach_by_default,
     foreach_one_by_one,
-    inside_reentrant_checkpoint,
     inside_transform,
     is_mutable,
     local_part,
@@ -81,6 +85,7 @@ from zerofx.torch_private.tensors import (
 from zerofx.torch_private.turns import in_turns
 
 __all__ = [
+    "PLAIN_RESULTS",
     "Compilation",
     "DispatchMode",
     "DynamoStartsAgain",
@@ -119,6 +124,7 @@ __all__ = [
     "is_profiling",
     "is_to_local",
     "is_tracing",
+    "kept_by_running_function",
     "live_ranks",
     "local_part",
     "local_parts",

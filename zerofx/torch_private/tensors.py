@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils import _pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
@@ -31,27 +28,13 @@ FakeMode = FakeTensorMode
 """Makes tensors without memory."""
 
 
-def backward_id() -> int:
-    """A number for the backward pass under way on this thread; -1 outside one."""
-    return torch._C._current_graph_task_id()
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Run `function` when the backward pass under way ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a class of tensors of which operations give `Tensor`s."""
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode that made the first fake tensor among `values`."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-
-
-def inside_reentrant_checkpoint() -> bool:
-    """Whether the backward pass under way was started by a checkpointed region of another."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def count_foreach_zero() -> None:

@@ -1,0 +1,42 @@
+"""The backward pass that runs now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+
+def backward_id() -> int:
+    """A number for the backward pass under way on this thread; -1 outside one."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the backward pass under way ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def inside_reentrant_checkpoint() -> bool:
+    """Whether the backward pass under way was started by a checkpointed region of another."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.backward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def kept_by_running_function() -> list[Tensor]:
+    """What the `torch.autograd.Function` whose backward runs now kept, by whichever way."""
+    node: Any = torch._C._current_autograd_node()
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return []
+    # Not unpacked: hooks, of checkpointing for one, allow that once.
+    saved = [each.data for each in node._raw_saved_tensors]
+    kept = [*saved, *_pytree.tree_leaves(list(vars(node).values()))]
+    return [each for each in kept if isinstance(each, Tensor)]
