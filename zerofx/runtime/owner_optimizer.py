@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -75,7 +74,8 @@ class OwnerOptimizer(Optimizer):
         if not any(isinstance(param, DTensor) for param in params_of(self)):
             # Before sharding: a checkpoint is about to be loaded, or there is one process alone.
             plain = {p: (p.detach(), p.grad) for p in params_of(self) if p.grad is not None}
-            self._take_over([self._update(plain)])
+            if plain:
+                self._take_over([self._update(plain)])
             return loss
         session, owners = self._owners()
         settle(self.state, session, owners)
@@ -93,7 +93,8 @@ class OwnerOptimizer(Optimizer):
             if owner == session.axes.shard.rank
         }
         joint = self._writes is None and self._looks_at_others(mine)
-        self._share(dataclasses.replace(self._update(mine), joint=joint), session.axes.shard)
+        nothing = Written([None] * (len(self.param_groups) + 1), [], joint)
+        self._share(nothing if joint or not mine else self._update(mine), session.axes.shard)
         for state, _ in ready:
             self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
         exchange(session, from_owners, "parameters", whole_values, values)
@@ -165,8 +166,6 @@ class OwnerOptimizer(Optimizer):
 
     def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> Written:
         """One step of the optimizer over whole values and gradients, by parameter."""
-        if not mine:
-            return Written([None] * (len(self.param_groups) + 1), [])
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             wholes = [mine[param][0] for param in group["params"] if param in mine]
