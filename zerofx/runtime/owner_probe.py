@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_AS_MUCH = 1000
-"""How much larger a companion's gradient is: it outweighs in any norm or mean over both."""
+_STEPS = ((1.0, 1000.0), (-0.5, 1.0), (2.0, 30.0))
+"""Factors of the gradients of a parameter and of its companion, which weighs on norms over both.
+
+They differ from step to step: many updates are the same for a gradient of any scale.
+"""
 
 
 def looks_at_others(
@@ -19,10 +22,10 @@ def looks_at_others(
     value: Tensor,
     grad: Tensor,
 ) -> bool:
-    """Whether the first update of a parameter is another one beside a companion in its group.
+    """Whether the first updates of a parameter are others beside a companion in its group.
 
     So it is with norms or step sizes over all parameters (AdaGC), and with pairs (LoRA-RITE).
-    Both updates draw the same random numbers. Runs on copies, in fp32 at least.
+    Those that draw random numbers are not told apart. Runs on copies, in fp32 at least.
 
     Args:
         make: builds the optimizer from groups.
@@ -31,14 +34,22 @@ def looks_at_others(
         grad: of the parameter.
     """
     options = {**group, "lr": 1e-3} if "lr" in group and not group["lr"] else group
-    alone = _update(make, options, value, grad, beside=False)
-    beside = _update(make, options, value, grad, beside=True)
+    with torch.random.fork_rng([value.device] if value.is_cuda else []):
+        state = _random_state(value)
+        alone = _update(make, options, value, grad, beside=False)
+        if not torch.equal(state, _random_state(value)):
+            return False
+        beside = _update(make, options, value, grad, beside=True)
     if alone is None or beside is None:
         # What fails in both ways fails in the step as well, with its own error.
         return alone is None and beside is not None
     unlike = (alone - beside).abs().max().item()
     rounding = 4 * torch.finfo(alone.dtype).eps * value.abs().max().item()
     return unlike > 0.01 * alone.abs().max().item() + rounding
+
+
+def _random_state(like: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
 
 
 def _update(
@@ -49,15 +60,20 @@ def _update(
     *,
     beside: bool,
 ) -> Tensor | None:
-    """What a first step adds to `value`; `None` if it fails."""
+    """What the first steps add to `value`; `None` if they fail."""
     at_least = torch.promote_types(value.dtype, torch.float32)
-    before = value.to(at_least)
-    params = [before.clone() for _ in range(1 + beside)]
-    for param, scale in zip(params, (1, _AS_MUCH), strict=False):
-        param.grad = scale * grad.to(at_least)
+    value, grad = value.to(at_least), grad.to(at_least)
+    params, grads = [value.clone()], [grad]
+    if beside:
+        # Of the transposed shape, as one factor of a product is beside the other.
+        params.append(value.t().clone() if value.ndim == 2 else value.clone())
+        grads.append(grad.t() if value.ndim == 2 else grad)
     try:
-        with torch.random.fork_rng([value.device] if value.is_cuda else []):
-            make([{**group, "params": params}]).step()
+        optimizer = make([{**group, "params": params}])
+        for factors in _STEPS:
+            for param, slope, factor in zip(params, grads, factors, strict=False):
+                param.grad = factor * slope
+            optimizer.step()
     except Exception:  # its author's: anything
         return None
-    return params[0] - before
+    return params[0] - value
