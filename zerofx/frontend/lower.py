@@ -149,8 +149,8 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
             handle, member, dtype = *_member(node, 2), node.meta["val"].dtype
             return lambda args: domain_of(handle).reduce_wait(args[0], member, args[1], dtype)
         case op if op is SYNC_BUFFERS:
-            handle = _handle(node, 1)
-            return lambda args: domain_of(handle).sync_buffers(args)
+            handle, part = _handle(node, 1), object()
+            return lambda args: domain_of(handle).sync_buffers(args, part, program.region)
         case op if op is lookup_seed_op():
             index = node.args[1]
             return lambda args: args[0][index]

@@ -28,7 +28,8 @@ class SyncBuffers(Pass):
     """`sync_buffers` starts every program that reads buffers.
 
     DistributedDataParallel's `broadcast_buffers`: batch statistics follow rank 0's data. At run
-    time nothing is sent unless a program updated the buffers since the last time.
+    time values are sent by the first program of a forward, if any rank changed them since the last
+    time.
 
     Before:
         mean = running_mean; y = batch_norm(x, mean)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -213,6 +213,7 @@ class Domain:
         self.session.wait(pending)
         return pending.take(member).view(shard.shape).to(dtype or shard.dtype)
 
-    def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Rank 0's values, in place, where a program changed them since the last time."""
-        self.session.sync_buffers(buffers)
+    def sync_buffers(self, buffers: Sequence[Tensor], part: Hashable, region: Region) -> None:
+        """Rank 0's values, in place, before the part of a forward that a program is."""
+        trains = region is Region.FORWARD
+        self.session.buffers.before_part(self.session, part, buffers, trains=trains)

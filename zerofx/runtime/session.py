@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 import zerofx.runtime.dtensor_rules
 import zerofx.runtime.pickles  # noqa: F401 (registers them)
 from zerofx.config import ZeroConfig
-from zerofx.runtime import collectives
 from zerofx.runtime.accumulation import Accumulation, Held
 from zerofx.runtime.axes import Axes, layouts_of, make_axes, make_mesh
+from zerofx.runtime.buffers import BufferSync
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.gathered import GatheredMemory
@@ -58,6 +57,7 @@ class Session:
         axes: of the mesh, as this rank sees them.
         least_sharded: elements from which on a parameter is sharded.
         accumulation: which backwards hold gradients back.
+        buffers: when they get rank 0's values.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Session:
         self.axes = make_axes(config, self.mesh, self.network, device, node)
         self.sharded, self.replicated = self._domains()
         self.accumulation = Accumulation(_held_back(config, self.axes), config.accumulate)
-        self._buffer_versions: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.buffers = BufferSync()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
@@ -210,23 +210,8 @@ class Session:
         with torch.no_grad(), self.explained():
             yield
 
-    def sync_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Give `buffers` rank 0's values, if any changed since the last time.
-
-        All of them: eager BatchNorm bumps the version of its counter, not of its statistics.
-        """
-        changed = any(self._buffer_versions.get(buffer) != _mark(buffer) for buffer in buffers)
-        stale = buffers if changed else ()
-        if stale and self.world.size > 1:
-            with self.recorded("broadcast", f"{len(stale)} buffers"):
-                collectives.broadcast_coalesced(stale, self.world.group, self.world.ranks[0])
-        self.buffers_agree(stale)
-
-    def buffers_agree(self, buffers: Iterable[Tensor]) -> None:
-        """All ranks hold the same values in `buffers` now."""
-        self._buffer_versions.update((buffer, _mark(buffer)) for buffer in buffers)
-
     def _leave_backward(self) -> None:
+        self.buffers.backward_ended()
         if self.accumulation.leave():
             with self.explained():
                 self._flush_pending()
@@ -287,10 +272,6 @@ class Session:
             ),
             Domain(whole, self, None, everyone),
         )
-
-
-def _mark(buffer: Tensor) -> tuple[int, int]:
-    return buffer._version, buffer.data_ptr()
 
 
 def _held_back(config: ZeroConfig, axes: Axes) -> Held:

@@ -122,9 +122,10 @@ def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
         kept = session.handed_out.kept_for(state)
         if kept is not None:
             return kept
-    elif session.config.broadcast_buffers:
+    elif session.config.broadcast_buffers and (own := list(module.buffers(recurse=False))):
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
-        session.sync_buffers(list(module.buffers(recurse=False)))
+        part, trains = (id(module), name), torch.is_grad_enabled()
+        session.buffers.before_part(session, part, own, trains=trains)
     value = UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
     session.handed_out.add(state, value)
     return value

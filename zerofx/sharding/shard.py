@@ -175,7 +175,7 @@ def _broadcast_buffers(model: nn.Module, session: Session) -> None:
     materialise.put_buffers(model, empty)
     for buffer in model.buffers():
         _from_first_rank(buffer, session)
-    session.buffers_agree(model.buffers())
+    session.buffers.agree(model.buffers())
 
 
 def _empty(value: Tensor, session: Session) -> Tensor:

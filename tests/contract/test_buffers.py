@@ -1,0 +1,116 @@
+"""Buffers that ranks change unlike each other, as under DDP: rank 0's before a forward, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.contract.loops import STAGES, close, compiled, data, full, net, same, sgd, twin
+from tests.hard.wire import watched
+from tests.ranks import run_ranks
+
+
+class Restarting(nn.Module):
+    """Doubles a scale if the rank's batch asks for it, as codebooks restart dead codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 13), nn.Linear(13, 5)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.training and x.sum() > 0:
+            with torch.no_grad():
+                self.scale.mul_(2)
+        return F.mse_loss(self.last(hidden * self.scale.mean().log2()), y)
+
+
+class Redrawing(nn.Module):
+    """Draws a projection anew behind a graph break, as Performers do, and normalises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 5)
+        self.register_buffer("projection", torch.eye(13))
+
+    @torch.compiler.disable
+    def redraw(self, x: Tensor) -> None:
+        with torch.no_grad():
+            torch.manual_seed(int(1000 * x.abs().sum()))
+            self.projection.copy_(torch.randn(13, 13))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        if self.training:
+            self.redraw(x)
+        return F.mse_loss(self.last(torch.tanh(hidden @ self.projection)), y)
+
+
+def _trains_as_ddp(kind: type[nn.Module], stage: int) -> list[bool]:
+    model = net(kind)
+    ddp = twin(model)
+    run, ours, theirs = compiled(model, stage), sgd(model), sgd(ddp)
+    signs: list[bool] = []
+    for number in range(4):
+        x, y = data(number, rows=6)
+        signs.append(bool(x.sum() > 0))
+        losses = [run(x, y), ddp(x, y)]
+        close(losses[0].detach(), losses[1].detach(), f"loss {number}", 1e-5)
+        for loss, optimizer in zip(losses, (ours, theirs), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        model.eval(), ddp.eval()
+        close(run(*data(9)), ddp(*data(9)), "evaluation", 1e-5)
+    for (name, got), want in zip(model.named_parameters(), ddp.parameters(), strict=True):
+        close(full(got), want.detach(), name, 1e-5)
+    for (name, got), want in zip(model.named_buffers(), ddp.module.buffers(), strict=True):
+        close(got, want, name, 1e-5)
+    return signs
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_branch_that_one_rank_takes(stage: int) -> None:
+    first, other = run_ranks(2, _trains_as_ddp, Restarting, stage)
+    assert any(one != another for one, another in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_that_ranks_draw_inside_a_forward(stage: int) -> None:
+    run_ranks(2, _trains_as_ddp, Redrawing, stage)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(7, 5)
+        self.register_buffer("mask", torch.ones(7))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(x * self.mask), y)
+
+
+def _asks_once(stage: int) -> None:
+    model = net(Masked)
+    run = compiled(model, stage)
+    run(*data(0)).backward()
+    with watched() as wire:
+        run(*data(1)).backward()
+        assert wire.count("broadcast") == 0 and wire.numels("all_reduce").count(1) == 1
+        with torch.no_grad():
+            for _ in range(2):
+                run(*data(2))
+        assert wire.count("broadcast") == 0 and wire.numels("all_reduce").count(1) == 1
+        model.mask.zero_()
+        run(*data(3)).backward()
+        assert wire.count("broadcast") == 1
+    same(model, model)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_constant_buffers_are_not_sent(stage: int) -> None:
+    run_ranks(2, _asks_once, stage)

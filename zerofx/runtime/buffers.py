@@ -1,0 +1,83 @@
+"""When buffers get rank 0's values: the `broadcast_buffers` of `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerofx.runtime import collectives
+
+if TYPE_CHECKING:
+    from zerofx.runtime.session import Session
+
+
+class BufferSync:
+    """Before a forward, and not inside of it: what parts of it write there stays until it ends.
+
+    A forward may run in parts, and no part says that it is the first. It is, if a backward has
+    ended since the last one, or if it has run in this forward already.
+    """
+
+    def __init__(self) -> None:
+        self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._parts: set[Hashable] = set()
+        self._trains = False
+
+    def before_part(
+        self, session: Session, part: Hashable, buffers: Sequence[Tensor], *, trains: bool
+    ) -> None:
+        """Give all buffers of the model rank 0's values, if a forward begins and any changed.
+
+        Whether any changed is a question to all ranks in the first forward after a backward: one
+        of them alone may have taken the branch that writes (a codebook that restarts dead codes).
+        Elsewhere, ranks that evaluate alone among them, each rank answers it for itself.
+
+        Args:
+            session: the model.
+            part: of the forward; the same object, or an equal one, whenever it runs.
+            buffers: that it reads or writes.
+            trains: whether it is part of a forward that has a backward.
+        """
+        begins = not self._parts or (trains and not self._trains)
+        repeats = part in self._parts
+        if begins or repeats:
+            self._parts, self._trains = set[Hashable](), trains
+        self._parts.add(part)
+        if not (begins or repeats) or session.world.size == 1:
+            return
+        root = session.root()
+        of_model = list(root.buffers()) if root is not None else []
+        known = list({id(each): each for each in (*of_model, *buffers)}.values())
+        changed = any(self._marks.get(buffer) != _mark(buffer) for buffer in known)
+        if begins and trains:
+            changed = _anywhere(changed, session)
+        if changed:
+            # All of them: eager BatchNorm raises the version of its counter, not of its statistics.
+            with session.recorded("broadcast", f"{len(known)} buffers"):
+                collectives.broadcast_coalesced(known, session.world.group, session.world.ranks[0])
+            self.agree(known)
+
+    def agree(self, buffers: Iterable[Tensor]) -> None:
+        """All ranks hold the same values in `buffers` now."""
+        self._marks.update((buffer, _mark(buffer)) for buffer in buffers)
+
+    def backward_ended(self) -> None:
+        """The next part begins a forward."""
+        self._parts.clear()
+
+
+def _anywhere(changed: bool, session: Session) -> bool:
+    """Whether it is so on any rank."""
+    flag = torch.tensor([changed], dtype=torch.int32, device=session.device)
+    with session.recorded("all_reduce", "whether buffers changed"):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=session.world.group)
+    return bool(flag.item())
+
+
+def _mark(buffer: Tensor) -> tuple[int, int]:
+    return buffer._version, buffer.data_ptr()
