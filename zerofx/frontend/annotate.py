@@ -29,6 +29,7 @@ class GraphInputs:
     Attributes:
         params: parameter by input position.
         buffers: name of each buffer that follows rank 0's, by input position.
+        kept: positions of all buffers of sharded models.
         sessions: the sharded models whose parameters it reads, the one with most first; if it
             reads none, those of its buffers.
     """
@@ -36,6 +37,7 @@ class GraphInputs:
     params: dict[int, ParamSpec]
     buffers: dict[int, str]
     sessions: tuple[Session, ...]
+    kept: frozenset[int] = frozenset()
 
     @property
     def session(self) -> Session | None:
@@ -52,6 +54,7 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
     states, named_buffers = states_by_param(), _buffers_by_id()
     found: dict[int, ParamState] = {}
     buffers: dict[int, tuple[Session, str]] = {}
+    kept: set[int] = set()
     for position, value in enumerate(inputs):
         if id(value) in states:
             found[position] = states[id(value)]
@@ -62,7 +65,10 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
                 [f"graph input {position}, global shape {tuple(value.shape)}"],
             )
         elif id(value) in named_buffers:
-            buffers[position] = named_buffers[id(value)]
+            kept.add(position)
+            session, name = named_buffers[id(value)]
+            if session.config.broadcast_buffers:
+                buffers[position] = session, name
     readers = [state.domain.session for state in found.values()]
     prefixes = _prefixes(readers or [session for session, _ in buffers.values()])
     owners = owners_in(session.root() for session in prefixes)
@@ -70,6 +76,7 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
         {place: _qualified(state, prefixes, owners) for place, state in found.items()},
         {place: prefixes.get(session, "") + name for place, (session, name) in buffers.items()},
         tuple(prefixes),
+        frozenset(kept),
     )
 
 
@@ -148,7 +155,7 @@ def _buffers_by_id() -> dict[int, tuple[Session, str]]:
     return {
         id(buffer): (session, name)
         for session in live_sessions()
-        if session.config.broadcast_buffers and (root := session.root()) is not None
+        if (root := session.root()) is not None
         for name, buffer in root.named_buffers()
     }
 

@@ -21,6 +21,7 @@ from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.dump import dump_for, folder_of
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
+from zerofx.frontend.kept_reads import copies_kept, keep_reads
 from zerofx.frontend.lower import lower
 from zerofx.frontend.measure import Stopwatch
 from zerofx.frontend.partition import (
@@ -153,7 +154,8 @@ class Capture:
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.config.inner == "inductor":
-            inductor_joint_passes(joint, joint_inputs)
+            with copies_kept(joint.graph, self.inputs.kept):
+                inductor_joint_passes(joint, joint_inputs)
         if computes_in(torch.float16, joint.graph):
             for session in self._sessions:
                 session.scales_losses = True
@@ -161,6 +163,7 @@ class Capture:
         self._params = annotate(joint.graph, self.inputs)
         whole = self._run(joint, Region.JOINT)
         recompute_parameter_values(joint.graph)
+        keep_reads(joint.graph, self.inputs.kept)
         forward, backward = min_cut(joint, joint_inputs, num_fwd_outputs, options)
         order_opaque_values(forward, backward, num_fwd_outputs)
         repeat_constants(forward.graph)

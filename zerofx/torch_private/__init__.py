@@ -1,7 +1,7 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, distributed, given, profiling, tensors, turns.
+Modules: backwards, captured, compiler, distributed, given, joint, profiling, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -22,16 +22,12 @@ from zerofx.torch_private.captured import (
 from zerofx.torch_private.compiler import (
     compile_for_sizes,
     compile_with_inductor,
-    dynamo_input_of,
     holds_a_graph,
     inductor_joint_passes,
     inductor_options_of_mode,
     is_checkpoint_call,
     is_tracing,
     lookup_seed_op,
-    min_cut,
-    must_recompute_tag,
-    orders_effects,
     pass_through_dynamo,
     past_recompile_limit,
     restart_dynamo,
@@ -53,6 +49,14 @@ from zerofx.torch_private.distributed import (
     reduce_scatter_flat,
 )
 from zerofx.torch_private.given import before_forwards
+from zerofx.torch_private.joint import (
+    dynamo_input_of,
+    inputs_written,
+    min_cut,
+    must_recompute_tag,
+    must_save_tag,
+    orders_effects,
+)
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.tensors import (
     PLAIN_RESULTS,
@@ -114,6 +118,7 @@ __all__ = [
     "in_turns",
     "inductor_joint_passes",
     "inductor_options_of_mode",
+    "inputs_written",
     "inside_reentrant_checkpoint",
     "inside_transform",
     "is_broken_connection",
@@ -133,6 +138,7 @@ __all__ = [
     "memory_of",
     "min_cut",
     "must_recompute_tag",
+    "must_save_tag",
     "orders_effects",
     "pass_through_dynamo",
     "past_recompile_limit",

@@ -20,12 +20,6 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import FakeRootModule
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, detect_fake_mode
-from torch._functorch._aot_autograd.descriptors import (
-    ForwardTokenAOTInput,
-    PlainAOTInput,
-    SubclassGetAttrAOTInput,
-)
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import config as inductor_config
@@ -38,33 +32,6 @@ from torch._logging._internal import trace_log
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils.checkpoint import CheckpointPolicy
-
-
-def must_recompute_tag() -> Any:
-    """The partitioner's tag for nodes that backward computes again."""
-    return CheckpointPolicy.MUST_RECOMPUTE
-
-
-def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
-    """Which input of the Dynamo graph an AOTAutograd placeholder is.
-
-    Returns:
-        Position, and the attribute of a tensor subclass (`_local_tensor`, …) if it is a part of
-        one. `(None, "")` for tangents and the like.
-    """
-    description, attribute = node.meta.get("desc"), ""
-    if isinstance(description, SubclassGetAttrAOTInput):
-        attribute = description.attr
-        description = description.base
-    if isinstance(description, PlainAOTInput):
-        return description.idx, attribute
-    return None, ""
-
-
-def orders_effects(node: fx.Node) -> bool:
-    """Whether a placeholder is a token: an empty tensor that ties effects to their order."""
-    return isinstance(node.meta.get("desc"), ForwardTokenAOTInput)
 
 
 class _RestartAfterSharding(TensorifyScalarRestartAnalysis):
@@ -164,15 +131,6 @@ def trace_apart(
 
 def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
     return module
-
-
-def min_cut(
-    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's own cut into forward and backward."""
-    return min_cut_rematerialization_partition(
-        joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
-    )
 
 
 def inductor_joint_passes(module: fx.GraphModule, inputs: Any) -> None:

@@ -1,0 +1,68 @@
+"""What AOTAutograd and its partitioner say about a joint graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    ForwardTokenAOTInput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+)
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def must_recompute_tag() -> Any:
+    """The partitioner's tag for nodes that backward computes again."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def must_save_tag() -> Any:
+    """The partitioner's tag for nodes that backward may not compute again."""
+    return CheckpointPolicy.MUST_SAVE
+
+
+def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
+    """Which input of the Dynamo graph an AOTAutograd placeholder is.
+
+    Returns:
+        Position, and the attribute of a tensor subclass (`_local_tensor`, …) if it is a part of
+        one. `(None, "")` for tangents and the like.
+    """
+    description, attribute = node.meta.get("desc"), ""
+    if isinstance(description, SubclassGetAttrAOTInput):
+        attribute = description.attr
+        description = description.base
+    if isinstance(description, PlainAOTInput):
+        return description.idx, attribute
+    return None, ""
+
+
+def orders_effects(node: fx.Node) -> bool:
+    """Whether a placeholder is a token: an empty tensor that ties effects to their order."""
+    return isinstance(node.meta.get("desc"), ForwardTokenAOTInput)
+
+
+def inputs_written(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs that the graph writes to: by a copy at its end, or one that AOTAutograd makes then."""
+    described: Any = graph.output_node().meta.get("desc") or ()
+    after = [each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)]
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta.get("desc") in after or any(copy.args[0] is node for copy in copies)
+    ]
+
+
+def min_cut(
+    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's own cut into forward and backward."""
+    return min_cut_rematerialization_partition(
+        joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
+    )
