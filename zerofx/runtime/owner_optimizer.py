@@ -137,8 +137,9 @@ class OwnerOptimizer(Optimizer):
             if mine.anything:
                 merged([mine])
                 raise ShardingError(
-                    "the optimizer wrote to its groups, and did not in its first step",
-                    "see what it writes there",
+                    "the optimizer wrote to its groups, or to its state under keys that are no "
+                    "parameters, and did not in its first step",
+                    "let it write there in its first step too: OwnerOptimizer asks then",
                     sorted({str(key) for entries in mine.entries for key in entries or ()}),
                 )
             return
