@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from zerofx.errors import CheckpointError, UnsupportedError
 from zerofx.runtime import in_place
 from zerofx.runtime.in_place import everywhere, full, replicated
-from zerofx.torch_private import skip_frames_of, storage_key
+from zerofx.torch_private import fake_mode_of, inside_transform, skip_frames_of, storage_key
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
@@ -71,6 +71,13 @@ class Sharded(DTensor):
         value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
         return super().copy_(value, non_blocking)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The same; Dynamo may trace it under a `torch.func` transform, where torch's fails."""
+        local = local_tensor(self)
+        if fake_mode_of([local]) is not None and inside_transform():
+            return local.view_as(local)
+        return super().to_local(grad_placements=grad_placements)
 
     def detach(self) -> Tensor:
         """The same; `nn.Parameter(…)` asks for a value of the same class."""
