@@ -1,4 +1,4 @@
-"""`torch.func` in forward: values in the place of parameters, and derivatives by them."""
+"""`torch.func` in forward: values in the place of parameters, derivatives, parameters as values."""
 
 from __future__ import annotations
 
@@ -57,17 +57,33 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
 class Learner(nn.Module):
     """MAML: a step of gradient descent inside of the forward, and the loss after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
             return F.mse_loss(functional_call(self.net, values, (x,)), x)
 
-        values = _values(self.net)
+        values = _values(self.net) if self.how == "maml" else dict(self.net.named_parameters())
         slopes = grad(loss)(values, x)
         return loss({name: value - 0.1 * slopes[name] for name, value in values.items()}, x)
+
+
+class Anchored(nn.Module):
+    """Parameters beside other tensors: a penalty for leaving where they came from, and noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.anchors = [torch.ones(param.shape) for param in self.net.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = list(zip(self.net.parameters(), self.anchors, strict=True))
+        distance = sum((2.0 * param - anchor).square().sum() for param, anchor in pairs)
+        noisy = x @ (next(self.parameters()) + x.mean()).t()
+        return self.net(x).square().sum() + 0.1 * distance + noisy.sum()
 
 
 def _gradients(net: nn.Module, x: Tensor) -> Tensor:
@@ -96,14 +112,21 @@ class Sensitive(nn.Module):
 
 
 def _derived(kind: str, stage: int) -> None:
-    model = Learner() if kind == "maml" else Sensitive(kind)
+    if kind == "anchored":
+        model: nn.Module = Anchored()
+    else:
+        model = Learner(kind) if kind.startswith("maml") else Sensitive(kind)
     pair = Pair(model, stage, lr=0.01, rtol=1e-5)
     pair.train(lambda run, number: run(draw(4, 6, seed=number)), 2)
 
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("maml", 1), ("maml", 3), ("jacrev", 0), ("jacrev", 1), *((kind, 3) for kind in TRANSFORMS)],
+    [
+        *((kind, stage) for kind in ("maml", "maml by name", "anchored") for stage in (1, 3)),
+        *(("jacrev", stage) for stage in (0, 1)),
+        *((kind, 3) for kind in TRANSFORMS),
+    ],
 )
 def test_derivatives_inside_a_forward(kind: str, stage: int) -> None:
     run_ranks(2, _derived, kind, stage)

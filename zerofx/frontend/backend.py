@@ -30,7 +30,12 @@ from zerofx.runtime.handles import live_sessions
 from zerofx.sharding import assignments
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of
-from zerofx.torch_private import pass_through_dynamo, restart_dynamo
+from zerofx.torch_private import (
+    mix_while_tracing,
+    pass_through_dynamo,
+    restart_dynamo,
+    stop_mixing,
+)
 
 step_guard.install()
 assignments.install()
@@ -67,7 +72,7 @@ def zero3(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compi
 
 
 _BACKENDS: dict[Stage, Any] = {0: zero0, 1: zero1, 2: zero2, 3: zero3}
-first_forward.install(_BACKENDS)
+first_forward.install(_BACKENDS, zero)
 
 
 def _compile(
@@ -92,6 +97,7 @@ def _compile(
     Raises:
         ZeroFxError: something is refused; the message names it and the remedy.
     """
+    stop_mixing()
     try:
         if others:
             given = ", ".join(f"{name}={value!r}" for name, value in others.items())
@@ -122,6 +128,7 @@ def _shard_and_compile(
     compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     if root is not None:
         shard_root(root, config)
+        mix_while_tracing()
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)

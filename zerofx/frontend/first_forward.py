@@ -24,29 +24,35 @@ from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of, shard_model
-from zerofx.torch_private import before_forwards, inside_transform, pass_through_dynamo
+from zerofx.torch_private import (
+    before_forwards,
+    inside_transform,
+    mix_while_tracing,
+    pass_through_dynamo,
+)
 
 
-def install(backends: Mapping[Stage, Any]) -> None:
-    """From now on, for these backends."""
+def install(backends: Mapping[Stage, Any], chooser: Any) -> None:
+    """From now on, for these backends, and the one that chooses a stage."""
 
     def hear(backend: Any, given: Mapping[str, Any], compiled: nn.Module | None) -> bool:
         stages: list[Stage] = [stage for stage, ours in backends.items() if ours is backend]
-        if not stages:
-            return True
-        compiled = compiled or find_compiled_module()
         try:
-            return compiled is not None and _shard_first(stages[0], compiled, given)
+            done = not stages or _shard_first(stages[0], compiled or find_compiled_module(), given)
         except ZeroFxError as error:
             pass_through_dynamo(error)
             raise
+        if compiled is None and (stages or backend is chooser):
+            # `p + noise` for a `p` of `self.parameters()`: `read_whole` makes both full values.
+            mix_while_tracing()
+        return done
 
     before_forwards(hear)
 
 
-def _shard_first(stage: Stage, compiled: nn.Module, given: Mapping[str, Any]) -> bool:
+def _shard_first(stage: Stage, compiled: nn.Module | None, given: Mapping[str, Any]) -> bool:
     """Whether the module is sharded now."""
-    if given.keys() - {"options", "mode"}:
+    if compiled is None or given.keys() - {"options", "mode"}:
         return False  # the backend refuses it
     params = list(compiled.parameters())
     if any(isinstance(param, DTensor) for param in params):

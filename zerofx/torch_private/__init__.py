@@ -48,7 +48,7 @@ from zerofx.torch_private.distributed import (
     live_ranks,
     reduce_scatter_flat,
 )
-from zerofx.torch_private.given import before_forwards
+from zerofx.torch_private.given import before_forwards, mix_while_tracing, stop_mixing
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
@@ -137,6 +137,7 @@ __all__ = [
     "map_tensors",
     "memory_of",
     "min_cut",
+    "mix_while_tracing",
     "must_recompute_tag",
     "must_save_tag",
     "orders_effects",
@@ -150,6 +151,7 @@ __all__ = [
     "size_hint",
     "skip_frames_of",
     "stated_dtype",
+    "stop_mixing",
     "storage_key",
     "symbols_of",
     "tensors_in",

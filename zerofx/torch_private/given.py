@@ -12,9 +12,11 @@ from torch._dynamo.callback import (
     CallbackArgs,
     CallbackTrigger,
     callback_handler,
+    on_compile_end,
     on_compile_start,
 )
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 Hear = Callable[[Any, Mapping[str, Any], nn.Module | None], bool]
@@ -51,6 +53,26 @@ def before_forwards(hear: Hear) -> None:
 
     register_module_module_registration_hook(registered)
     on_compile_start(compiles)
+
+
+def mix_while_tracing() -> None:
+    """Let plain tensors meet `DTensor`s until `stop_mixing`, or until Dynamo's compilation ends.
+
+    As `torch.distributed.tensor.experimental.implicit_replication` does, which is a context.
+    """
+    if _ended not in callback_handler.end_callbacks:
+        on_compile_end(_ended)
+    DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+def stop_mixing() -> None:
+    """Dynamo has traced a graph."""
+    DTensor._op_dispatcher._allow_implicit_replication = False
+
+
+def _ended(args: CallbackArgs) -> None:
+    if args.callback_trigger is CallbackTrigger.DYNAMO:
+        stop_mixing()
 
 
 def _given(context: Any) -> tuple[Any, Mapping[str, Any]]:
