@@ -35,7 +35,8 @@ class BufferSync:
 
         Whether any changed is a question to all ranks in the first forward after a backward: one
         of them alone may have taken the branch that writes (a codebook that restarts dead codes).
-        Elsewhere, ranks that evaluate alone among them, each rank answers it for itself.
+        Elsewhere, ranks that evaluate alone among them, each rank answers it for itself; so it does
+        if the process group has no backend for CPUs, as GPUs would have to finish what they do.
 
         Args:
             session: the model.
@@ -73,9 +74,12 @@ class BufferSync:
 
 def _anywhere(changed: bool, session: Session) -> bool:
     """Whether it is so on any rank."""
-    flag = torch.tensor([changed], dtype=torch.int32, device=session.device)
+    group = session.world.group
+    if "cpu" not in dist.get_backend_config(group):
+        return changed
+    flag = torch.tensor([changed], dtype=torch.int32)
     with session.recorded("all_reduce", "whether buffers changed"):
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=session.world.group)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
