@@ -113,7 +113,9 @@ def find_missing_roots(sessions: Iterable[Session]) -> None:
 
 def live_modules() -> list[nn.Module]:
     """Every module of this process."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    # A constructor that failed leaves half of one, which a traceback may keep.
+    return [module for module in found if "_modules" in vars(module)]
 
 
 def refuse_running_wrappers() -> None:

@@ -20,11 +20,13 @@ class BufferSync:
     """Before a forward, and not inside of it: what parts of it write there stays until it ends.
 
     A forward may run in parts, and no part says that it is the first. It is, if a backward has
-    ended since the last one, or if it has run in this forward already.
+    ended since the last one, or if it has run in this forward already. As there, a tensor that is
+    assigned to a buffer later (a hidden state, for one) is the rank's own.
     """
 
     def __init__(self) -> None:
         self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._knows_buffers = False
         self._parts: set[Hashable] = set()
         self._trains = False
 
@@ -44,18 +46,20 @@ class BufferSync:
             buffers: that it reads or writes.
             trains: whether it is part of a forward that has a backward.
         """
-        begins = not self._parts or (trains and not self._trains)
-        repeats = part in self._parts
-        if begins or repeats:
+        asks = trains and not (self._parts and self._trains)
+        begins = asks or not self._parts or part in self._parts
+        if begins:
             self._parts, self._trains = set[Hashable](), trains
         self._parts.add(part)
-        if not (begins or repeats) or session.world.size == 1:
+        if not begins or session.world.size == 1:
             return
         root = session.root()
         of_model = list(root.buffers()) if root is not None else []
         known = list({id(each): each for each in (*of_model, *buffers)}.values())
+        if self._knows_buffers:
+            known = [buffer for buffer in known if buffer in self._marks]
         changed = any(self._marks.get(buffer) != _mark(buffer) for buffer in known)
-        if begins and trains:
+        if asks:
             changed = _anywhere(changed, session)
         if changed:
             # All of them: eager BatchNorm raises the version of its counter, not of its statistics.
@@ -64,8 +68,14 @@ class BufferSync:
             self.agree(known)
 
     def agree(self, buffers: Iterable[Tensor]) -> None:
-        """All ranks hold the same values in `buffers` now."""
+        """All ranks hold the same values in `buffers` now, which are those of the model."""
+        self._knows_buffers = True
         self._marks.update((buffer, _mark(buffer)) for buffer in buffers)
+
+    def moved(self) -> None:
+        """The model has other tensors (`.to()`)."""
+        self._knows_buffers = False
+        self._marks.clear()
 
     def backward_ended(self) -> None:
         """The next part begins a forward."""

@@ -17,16 +17,13 @@ from torch.distributed.tensor.experimental import register_sharding
 from zerofx.runtime.handles import sessions_on
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
-    count_foreach_zero,
+    count_foreach_writes,
     foreach_by_default,
-    foreach_one_by_one,
     read_scalars_whole,
 )
 
-# `zero_grad(set_to_none=False)` of optimizers with `foreach` or `fused` drops held-back sums too.
-count_foreach_zero()
-# Rprop with `foreach`, which is its default on GPUs, and averages of weights.
-foreach_one_by_one()
+# Updates by hand, averages of weights, Rprop; `zero_grad(set_to_none=False)` drops held-back sums.
+count_foreach_writes()
 foreach_by_default(*KINDS)
 
 

@@ -35,11 +35,27 @@ class FullValue(Tensor):
     def data(self, value: Tensor) -> None:
         raise _written([self._parameter])
 
+    @property
+    def grad(self) -> Tensor | None:
+        """As it is."""
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:  # pyright: ignore
+        raise UnsupportedError(
+            "a backward writes the gradient of a weight itself, which no other rank would know",
+            "return it from the backward",
+            [self._parameter],
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+_GRAD: Any = Tensor.grad
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,19 +14,24 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import TensorWeakRef
 
-from zerofx.errors import CheckpointError, UnsupportedError
+from zerofx.errors import UnsupportedError
+from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
+from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.in_place import everywhere, full, replicated
-from zerofx.torch_private import fake_mode_of, inside_transform, skip_frames_of, storage_key
+from zerofx.torch_private import (
+    fake_mode_of,
+    inside_transform,
+    local_part,
+    skip_frames_of,
+    storage_key,
+)
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
-
-WRITTEN = "_zerofx_written"
-"""The attribute of an unpickled `DTensor` that says which part of the tensor was pickled."""
 
 
 class Owner:
@@ -37,6 +42,18 @@ class Owner:
 
     def __init__(self, state: object) -> None:
         self.state = state
+        self._seen: list[TensorWeakRef] = []
+
+    def show(self, data: Tensor) -> None:
+        """`data` is the parameter's, without autograd."""
+        self._seen = [each for each in self._seen if each() is not None] + [TensorWeakRef(data)]
+
+    def leave(self) -> None:
+        """The parameter gets other data: what showed it keeps the values so far."""
+        for each in self._seen:
+            if (data := each()) is not None:
+                cast(Any, data)._local_tensor = local_tensor(data).clone()
+        self._seen.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return collections.OrderedDict, ()
@@ -47,8 +64,11 @@ class Sharded(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd, in the same memory."""
-        return _writable(_DATA.__get__(self), Sharded)
+        """The tensor without autograd, in the same memory; writes to it count as writes to this."""
+        data = _writable(super().detach(), Sharded)
+        if OWNER in vars(self):
+            vars(self)[OWNER].show(data)
+        return data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -63,6 +83,8 @@ class Sharded(DTensor):
                 f"shape {tuple(value.shape)} and {value.dtype}",
                 "assign a new nn.Parameter to the module's attribute; the next forward shards it",
             )
+        if OWNER in vars(self):
+            vars(self)[OWNER].leave()
         with torch.no_grad():
             self.copy_(value)
 
@@ -140,6 +162,19 @@ class Sharded(DTensor):
 class ShardedParameter(Sharded):
     """A parameter."""
 
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole, on every rank; its gradient is the mean over ranks, as in a forward.
+
+        torch's takes for granted that all ranks compute the same with it.
+        """
+        state: Any = vars(self)[OWNER].state if OWNER in vars(self) else None
+        trains = self.requires_grad and torch.is_grad_enabled() and grad_placements is None
+        if state is None or not trains:
+            return super().full_tensor(grad_placements=grad_placements)
+        layout = state.spec.layout
+        whole: Tensor = UNSHARD(local_part(self), self.shape, layout.handle, None)
+        return whole.clone() if layout.resident else whole
+
     @property
     def grad(self) -> Tensor | None:
         """The mean over all ranks, sharded as the parameter is."""
@@ -215,7 +250,6 @@ for _kind in KINDS:
 # At a graph break Dynamo would compile the frame of a property that reads itself.
 skip_frames_of(cast(Any, Sharded.data).fget)
 
-_DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 _VIEWING = (
     *("chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape"),
@@ -240,32 +274,6 @@ def plain(value: DTensor, made: Tensor) -> Tensor:
     if not isinstance(value, Copied):  # rows do not bring along what they were taken from
         vars(made).update(vars(value))
     return made.requires_grad_(value.requires_grad)
-
-
-def which_rows(value: DTensor, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Which of several parts this rank holds: its coordinate on each axis that shards `value`."""
-    axes = zip(value.placements, mesh.get_coordinate() or (), mesh.shape, strict=False)
-    return tuple(place for how, place, size in axes if how.is_shard() and size > 1)
-
-
-def refuse_foreign(value: DTensor, mesh: DeviceMesh) -> None:
-    """Refuse what was unpickled from the file of a rank that holds other rows.
-
-    Args:
-        value: the tensor. Its own mesh, if unpickled, takes this rank for the one that wrote it.
-        mesh: the model's.
-
-    Raises:
-        CheckpointError: it says which rows these are.
-    """
-    written = getattr(value, WRITTEN, None)
-    if written is not None and written != (own := which_rows(value, mesh)):
-        raise CheckpointError(
-            f"these are part {written} of a tensor of shape {tuple(value.shape)}, as another rank "
-            f"pickled it; this rank holds part {own}",
-            "load the file that this rank wrote, or, for a file of one rank, write whole values: "
-            "docs/loops.md says how",
-        )
 
 
 def _writable(value: Any, kind: type[Sharded]) -> Any:

@@ -112,6 +112,7 @@ class ParamState:
 
     def rehouse(self) -> None:
         """Follow the parameter to another dtype or device (`.to()`)."""
+        self.domain.session.buffers.moved()
         make_writable(self.param)  # `.to()` gives it torch's own class
         shard, buffer = self.shard, self.buffer
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)

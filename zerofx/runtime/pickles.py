@@ -14,8 +14,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from zerofx.runtime.foreign import WRITTEN, which_rows
 from zerofx.runtime.handles import sessions_on
-from zerofx.runtime.parameter import KINDS, WRITTEN, local_tensor, plain, which_rows
+from zerofx.runtime.parameter import KINDS, local_tensor, plain
 from zerofx.torch_private import with_local
 
 _log = logging.getLogger(__name__)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerofx.errors import UnsupportedError
-from zerofx.torch_private import past_recompile_limit
+from zerofx.torch_private import fake_mode_of, past_recompile_limit
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -57,6 +58,43 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             "move the model to one device with model.to(device)",
             [f"{name} ({param.device})" for name, param in listed],
         )
+
+
+def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse tensors that lie in the memory of others: shards lie apart, and would differ soon.
+
+    Args:
+        named: parameters and buffers, each once.
+
+    Raises:
+        UnsupportedError: names them.
+    """
+    placed = sorted(
+        (
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor)
+            for name, tensor in named
+            if _has_own_range(tensor)
+        ),
+        key=lambda each: each[:3],
+    )
+    shared = [
+        " and ".join(sorted((one, other)))
+        for (_, end, one, first), (start, _, other, second) in itertools.pairwise(placed)
+        if start < end and any(isinstance(each, nn.Parameter) for each in (first, second))
+    ]
+    if shared:
+        raise UnsupportedError(
+            "parameters lie in the memory of other parameters or buffers",
+            "tie them (decoder.weight = encoder.weight, the same object), give each a clone(), or "
+            "compute the one from the other in forward",
+            shared,
+        )
+
+
+def _has_own_range(tensor: Tensor) -> bool:
+    if isinstance(tensor, DTensor) or tensor.is_meta or fake_mode_of([tensor]) is not None:
+        return False
+    return tensor.layout is torch.strided and tensor.is_contiguous() and tensor.nbytes > 0
 
 
 def _kind(param: nn.Parameter) -> str:

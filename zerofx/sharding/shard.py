@@ -21,7 +21,7 @@ from zerofx.sharding import materialise, old_handles
 from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.casts import cast_border
 from zerofx.sharding.classes import bind, bound_states
-from zerofx.sharding.refuse import refuse_parameters, refuse_wrappers
+from zerofx.sharding.refuse import refuse_parameters, refuse_shared_memory, refuse_wrappers
 from zerofx.sharding.rows import cut, own_rows
 
 MakeValues = Callable[[nn.Module, Session], dict[int, Tensor]]
@@ -64,7 +64,9 @@ def shard_model(
     known = {id(state.param) for state in session.states} if session else set()
     names = _names_by_parameter(model, known)
     olds = {id(param): param for _, param in model.named_parameters() if id(param) in names}
-    refuse_parameters((names[key][0], param) for key, param in olds.items())
+    named = [(names[key][0], param) for key, param in olds.items()]
+    refuse_parameters(named)
+    refuse_shared_memory([*named, *model.named_buffers()])
     holders = old_handles.holders_of(list(olds.values()))
     if session is None:
         if not olds:

@@ -1,7 +1,8 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, distributed, given, joint, profiling, tensors, turns.
+Modules: backwards, captured, compiler, distributed, foreach, given, joint, profiling, tensors,
+turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -48,6 +49,7 @@ from zerofx.torch_private.distributed import (
     live_ranks,
     reduce_scatter_flat,
 )
+from zerofx.torch_private.foreach import count_foreach_writes, foreach_by_default
 from zerofx.torch_private.given import before_forwards, mix_while_tracing, stop_mixing
 from zerofx.torch_private.joint import (
     dynamo_input_of,
@@ -63,13 +65,10 @@ from zerofx.torch_private.tensors import (
     DispatchMode,
     FakeMode,
     below_transforms,
-    count_foreach_zero,
     fake_copy,
     fake_mode,
     fake_mode_of,
     fake_shard,
-    foreach_by_default,
-    foreach_one_by_one,
     inside_transform,
     is_mutable,
     local_part,
@@ -103,7 +102,7 @@ __all__ = [
     "compilations",
     "compile_for_sizes",
     "compile_with_inductor",
-    "count_foreach_zero",
+    "count_foreach_writes",
     "default_store",
     "dynamo_input_of",
     "ends_where_data_is_assigned",
@@ -112,7 +111,6 @@ __all__ = [
     "fake_mode_of",
     "fake_shard",
     "foreach_by_default",
-    "foreach_one_by_one",
     "frame_being_compiled",
     "holds_a_graph",
     "in_turns",

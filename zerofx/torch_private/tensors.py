@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils import _pytree
-from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
@@ -35,71 +32,6 @@ PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode that made the first fake tensor among `values`."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-
-
-def count_foreach_zero() -> None:
-    """Let `torch._foreach_zero_` on `DTensor`s raise their version counters, as `zero_` does."""
-    DTensor._op_dispatcher._custom_op_handlers[_FOREACH_ZERO] = _zero_and_count
-
-
-_FOREACH_ZERO = torch.ops.aten._foreach_zero_.default
-
-
-def _zero_and_count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    values: list[Tensor] = args[0]
-    torch._foreach_zero_(_locals(values))
-    _count(values)
-
-
-def _count(written: list[Tensor]) -> None:
-    """Raise version counters, which handlers of the dispatcher leave as they are."""
-    torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
-
-
-def foreach_one_by_one() -> None:
-    """Let `torch._foreach_copy_` work on `DTensor`s, and in torch 2.11 `_foreach_sign_`.
-
-    Torch 2.11 to 2.13 have no rule for them. Nor do they mix `DTensor`s and plain tensors, as
-    averages of parameters and buffers do.
-    """
-    handlers, aten = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten
-    handlers[aten._foreach_copy_.default] = partial(_one_by_one, Tensor.copy_)
-    handlers[aten._foreach_sign_.default] = partial(_one_by_one, Tensor.sign_)
-    handlers[aten._foreach_lerp_.Scalar] = _lerp_each
-
-
-def _one_by_one(
-    op: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    for operands in zip(*args[:2], strict=True):
-        op(*operands)
-    _count(args[0])
-
-
-def _lerp_each(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    starts, ends, weight = args
-    if all(map(_lie_alike, starts, ends)):
-        torch._foreach_lerp_(_locals(starts), _locals(ends), weight)
-    else:
-        for start, end in zip(starts, ends, strict=True):
-            start.lerp_(end, weight)
-    _count(starts)
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
-        return isinstance(one, DTensor) is isinstance(other, DTensor)
-    return one.device_mesh == other.device_mesh and one.placements == other.placements
-
-
-def _locals(values: list[Tensor]) -> list[Tensor]:
-    return [value._local_tensor if isinstance(value, DTensor) else value for value in values]
-
-
-def foreach_by_default(*kinds: type[DTensor]) -> None:
-    """Let optimizers and clipping take `foreach` on GPUs, as they do for `DTensor` itself."""
-    for supported in (_OF_OPTIMIZERS, _OF_CLIPPING):
-        supported.extend(kinds)
 
 
 def local_part(value: DTensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""`torch._foreach_…_` over `DTensor`s, which torch runs without counting writes, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
+from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
+
+
+def count_foreach_writes() -> None:
+    """Let functions that write in place raise version counters, as those of one tensor do.
+
+    Where operands lie alike they run on the local tensors; elsewhere, for plain operands (torch has
+    no rule for them), and for those functions that torch has no rule for, one by one.
+    """
+    for op in _in_place():
+        DTensor._op_dispatcher._custom_op_handlers[op] = _write
+
+
+def foreach_by_default(*kinds: type[DTensor]) -> None:
+    """Let optimizers and clipping take `foreach` on GPUs, as they do for `DTensor` itself."""
+    for supported in (_OF_OPTIMIZERS, _OF_CLIPPING):
+        supported.extend(kinds)
+
+
+def _in_place() -> Iterator[Any]:
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.removeprefix("aten::").partition(".")
+        if name.startswith("_foreach_") and name.endswith("_"):
+            yield getattr(getattr(torch.ops.aten, name), overload or "default")
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    written: Sequence[Tensor] = args[0]
+    if _lie_alike(args):
+        op(*map(_local, args), **kwargs)
+    else:
+        name = op._schema.name.removeprefix("aten::_foreach_")
+        for place, tensor in enumerate(written):
+            _write_one(name, tensor, [_at(place, arg) for arg in args[1:]], kwargs)
+    counted = [each for each in written if not each.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+
+
+def _write_one(name: str, tensor: Tensor, operands: list[Any], kwargs: dict[str, Any]) -> None:
+    if name in ("addcmul_", "addcdiv_") and len(operands) > 2:
+        kwargs, operands = {"value": operands[2]}, operands[:2]
+    method = getattr(tensor, name, None)
+    if method is not None:
+        method(*operands, **kwargs)
+    else:  # `maximum_` and `minimum_` are none
+        tensor.copy_(getattr(torch, name[:-1])(tensor, *operands, **kwargs))
+
+
+def _at(place: int, operand: Any) -> Any:
+    return operand[place] if isinstance(operand, Sequence) else operand
+
+
+def _lie_alike(args: tuple[Any, ...]) -> bool:
+    """Whether local tensors of the first list meet their like in the others."""
+    others = [arg for arg in args[1:] if isinstance(arg, Sequence)]
+    return all(map(_is_whole_or_rows, args[0])) and all(
+        _lies_as(one, other)
+        for operands in others
+        for one, other in zip(args[0], operands, strict=False)
+    )
+
+
+def _is_whole_or_rows(value: Tensor) -> bool:
+    return not isinstance(value, DTensor) or not any(map(_is_partial, value.placements))
+
+
+def _is_partial(placement: Any) -> bool:
+    return not (placement.is_shard() or placement.is_replicate())
+
+
+def _lies_as(one: Tensor, other: Any) -> bool:
+    if not isinstance(other, Tensor):
+        return True  # a number
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return isinstance(one, DTensor) is isinstance(other, DTensor)
+    alike = one.device_mesh == other.device_mesh and one.placements == other.placements
+    return alike and one.shape == other.shape
+
+
+def _local(operand: Any) -> Any:
+    if isinstance(operand, Sequence):
+        return [each._local_tensor if isinstance(each, DTensor) else each for each in operand]
+    return operand.full_tensor() if isinstance(operand, DTensor) else operand
