@@ -49,6 +49,31 @@ class Redrawing(nn.Module):
         return F.mse_loss(self.last(torch.tanh(hidden @ self.projection)), y)
 
 
+class Recurrent(nn.Module):
+    """Runs a layer with a running state three times, with a graph break in it; writes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 5)
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("state", torch.zeros(7))
+
+    def layer(self, x: Tensor) -> Tensor:
+        out = self.first(x) + self.state
+        self.state.copy_(out.detach().mean(0))
+        torch._dynamo.graph_break()
+        return torch.tanh(out)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.copy_(x.mean(0))
+        torch._dynamo.graph_break()
+        x = x - self.mean
+        for _ in range(3):
+            x = self.layer(x)
+        return F.mse_loss(self.last(x), y)
+
+
 def _trains_as_ddp(kind: type[nn.Module], stage: int) -> list[bool]:
     model = net(kind)
     ddp = twin(model)
@@ -80,8 +105,24 @@ def test_a_branch_that_one_rank_takes(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_values_that_ranks_draw_inside_a_forward(stage: int) -> None:
-    run_ranks(2, _trains_as_ddp, Redrawing, stage)
+@pytest.mark.parametrize("kind", [Redrawing, Recurrent])
+def test_values_that_ranks_write_inside_a_forward(kind: type[nn.Module], stage: int) -> None:
+    run_ranks(2, _trains_as_ddp, kind, stage)
+
+
+def _several_forwards(stage: int) -> None:
+    model = net(Restarting)
+    ddp = twin(model)
+    run = compiled(model, stage)
+    for number in range(3):
+        for call in (run, ddp):
+            sum((call(*data(10 * number + part, rows=6)) for part in range(3)), torch.zeros(()))
+    close(model.scale, ddp.module.scale, "scale")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_several_forwards_before_a_backward(stage: int) -> None:
+    run_ranks(2, _several_forwards, stage)
 
 
 class Masked(nn.Module):

@@ -22,6 +22,7 @@ from zerofx.option_checks import refuse_choosers
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
+from zerofx.runtime.handles import live_sessions
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of, shard_model
 from zerofx.torch_private import (
@@ -47,7 +48,7 @@ def install(backends: Mapping[Stage, Any], chooser: Any) -> None:
             mix_while_tracing()
         return done
 
-    before_forwards(hear)
+    before_forwards(hear, _begins)
 
 
 def _shard_first(stage: Stage, compiled: nn.Module | None, given: Mapping[str, Any]) -> bool:
@@ -68,6 +69,15 @@ def _shard_first(stage: Stage, compiled: nn.Module | None, given: Mapping[str, A
     patches_of_mode(given.get("mode"), config)  # it is refused here, while the model is plain
     with torch.inference_mode(False):
         shard_root(root, config)
+    return True
+
+
+def _begins(module: nn.Module) -> bool:
+    """A forward of a compiled module begins; whether it is a model of its own."""
+    session = next((each for each in live_sessions() if each.root() is module), None)
+    if session is None:
+        return False
+    session.buffers.forward_begins(trains=torch.is_grad_enabled())
     return True
 
 

@@ -19,26 +19,33 @@ if TYPE_CHECKING:
 class BufferSync:
     """Before a forward, and not inside of it: what parts of it write there stays until it ends.
 
-    A forward may run in parts, and no part says that it is the first. It is, if a backward has
-    ended since the last one, or if it has run in this forward already. As there, a tensor that is
+    A forward may run in parts. Those of `torch.compile(model)` say when they begin. With
+    `model.compile()`, and where blocks are compiled, a part is the first one if a backward has
+    ended since the last, or if it has run in this forward already. As there, a tensor that is
     assigned to a buffer later (a hidden state, for one) is the rank's own.
     """
 
     def __init__(self) -> None:
         self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._knows_buffers = False
+        self._begun: bool | None = None  # `None` where this forward did not say it
         self._parts: set[Hashable] = set()
         self._trains = False
+
+    def forward_begins(self, *, trains: bool) -> None:
+        """The next part is the first; `trains` says whether the forward has a backward."""
+        self._begun, self._trains = True, trains
 
     def before_part(
         self, session: Session, part: Hashable, buffers: Sequence[Tensor], *, trains: bool
     ) -> None:
         """Give all buffers of the model rank 0's values, if a forward begins and any changed.
 
-        Whether any changed is a question to all ranks in the first forward after a backward: one
-        of them alone may have taken the branch that writes (a codebook that restarts dead codes).
-        Elsewhere, ranks that evaluate alone among them, each rank answers it for itself; so it does
-        if the process group has no backend for CPUs, as GPUs would have to finish what they do.
+        Whether any changed is a question to all ranks if the forward trains: one of them alone may
+        have taken the branch that writes (a codebook that restarts dead codes). Elsewhere, ranks
+        that evaluate alone among them, each rank answers it for itself; so it does if the process
+        group has no backend for CPUs, as GPUs would have to finish what they do, and in a second
+        forward before a backward where forwards do not say when they begin.
 
         Args:
             session: the model.
@@ -46,11 +53,7 @@ class BufferSync:
             buffers: that it reads or writes.
             trains: whether it is part of a forward that has a backward.
         """
-        asks = trains and not (self._parts and self._trains)
-        begins = asks or not self._parts or part in self._parts
-        if begins:
-            self._parts, self._trains = set[Hashable](), trains
-        self._parts.add(part)
+        begins, asks = self._is_first(part, trains)
         if not begins or session.world.size == 1:
             return
         root = session.root()
@@ -67,6 +70,18 @@ class BufferSync:
                 collectives.broadcast_coalesced(known, session.world.group, session.world.ranks[0])
             self.agree(known)
 
+    def _is_first(self, part: Hashable, trains: bool) -> tuple[bool, bool]:
+        """Whether a part is the first of its forward; and whether ranks ask each other then."""
+        if self._begun is not None:
+            begins, self._begun = self._begun, False
+            return begins, begins and self._trains
+        asks = trains and not (self._parts and self._trains)
+        begins = asks or not self._parts or part in self._parts
+        if begins:
+            self._parts, self._trains = set[Hashable](), trains
+        self._parts.add(part)
+        return begins, asks
+
     def agree(self, buffers: Iterable[Tensor]) -> None:
         """All ranks hold the same values in `buffers` now, which are those of the model."""
         self._knows_buffers = True
@@ -79,6 +94,7 @@ class BufferSync:
 
     def backward_ended(self) -> None:
         """The next part begins a forward."""
+        self._begun = None
         self._parts.clear()
 
 

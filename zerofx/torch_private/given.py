@@ -24,10 +24,14 @@ Hear = Callable[[Any, Mapping[str, Any], nn.Module | None], bool]
 on the stack); says whether it needs to hear of this module no more."""
 
 
-def before_forwards(hear: Hear) -> None:
+def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
     """Call `hear` before the forward of a compiled module, and before Dynamo compiles a frame.
 
     The former is not for `module.compile()`, the latter not for forwards that Dynamo leaves alone.
+
+    Args:
+        hear: until it needs to hear of a module no more.
+        begins: then, before each of its forwards, until it says that it is not about this module.
     """
 
     def registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
@@ -36,8 +40,12 @@ def before_forwards(hear: Hear) -> None:
         if not isinstance(outer, OptimizedModule) or inner is None:
             return
 
+        heard = False
+
         def before(compiled: nn.Module, args: Any) -> None:
-            if hear(*_given(compiled.dynamo_ctx), inner):
+            nonlocal heard
+            heard = heard or hear(*_given(compiled.dynamo_ctx), inner)
+            if heard and not begins(inner):
                 handle.remove()
 
         handle = outer.register_forward_pre_hook(before)
