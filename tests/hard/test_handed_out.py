@@ -185,3 +185,27 @@ def _read(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_reads_where_dynamo_does_not_look(stage: int) -> None:
     run_ranks(2, _read, stage)
+
+
+class Moved(nn.Module):
+    """Assigns a weight to itself, as losses of pytorch-metric-learning do."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data.to(x.device, x.dtype)
+        if self.factor != 1.0:
+            self.linear.weight.data = self.factor * self.linear.weight.data
+        return self.linear(x).square().mean()
+
+
+def _moved(stage: int) -> None:
+    Pair(Moved(1.0), stage, rtol=1e-6).train(_loss, 2)
+    _refused(Moved(0.5), stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_weight_assigned_to_itself(stage: int) -> None:
+    run_ranks(2, _moved, stage)

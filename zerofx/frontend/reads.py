@@ -46,16 +46,13 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
         values = _values(graph, known)
         written += [spec.name for node, spec in values.items() if _version(node) > 0]
         written += _written_behind_versions(graph, values)
-        if ends_where_data_is_assigned(graph.owning_module):
-            returned = graph.output_node().all_input_nodes
-            written += [values[node].name for node in returned if node in values]
         sparse += [spec.name for node, spec in values.items() if any(map(_is_sparse, node.users))]
     if written:
         raise UnsupportedError(
             "parameters are modified in place inside the compiled forward; the edit would be lost "
             "(Embedding(max_norm=…) does it too)",
             "edit parameters outside the forward, under torch.no_grad(), through "
-            "model.parameters()",
+            "model.parameters(); what a first batch sets, by one forward of the plain model",
             dict.fromkeys(written),
         )
     if sparse:
@@ -91,8 +88,32 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
             for reader in read[node]:
                 reader.replace_input_with(node, full)
         made = _take_computed(graph, known, inputs_too=graph is not module.graph)
+        if ends_where_data_is_assigned(graph.owning_module):
+            made |= _return_once(graph, known)
         if (made or any(read.values())) and graph.owning_module is not None:
             graph.owning_module.recompile()
+
+
+def _return_once(graph: fx.Graph, known: Parameters) -> bool:
+    """Return a full value in the place of its aliases: `w.data = w.data.to(x.device)` is nothing.
+
+    Programs copy what they return, each output by itself.
+    """
+    values = {_memory(node): node for node in _values(graph, known) if node not in known}
+    values.pop(None, None)
+    outputs = graph.output_node()
+    aliases = {
+        node: values[_memory(node)]
+        for node in outputs.all_input_nodes
+        if _memory(node) in values and _like(node) == _like(values[_memory(node)])
+    }
+    outputs.args = fx.map_arg(outputs.args, lambda node: aliases.get(node, node))
+    return bool(aliases)
+
+
+def _like(node: fx.Node) -> tuple[Any, ...]:
+    value: Tensor = node.meta["example_value"]
+    return value.shape, value.stride(), value.dtype, value.storage_offset()
 
 
 def _take_computed(graph: fx.Graph, known: Parameters, *, inputs_too: bool) -> bool:

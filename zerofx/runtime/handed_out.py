@@ -33,7 +33,8 @@ class FullValue(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise _written([self._parameter])
+        if storage_key(value) != storage_key(self):  # `w.data = w.data.to(x.device)` may be nothing
+            raise _written([self._parameter])
 
     @property
     def grad(self) -> Tensor | None:
@@ -151,7 +152,8 @@ def _written(names: Iterable[str]) -> UnsupportedError:
     return UnsupportedError(
         "values of parameters that the forward returned, or that it read in code which Dynamo left "
         "to Python, are modified in place; the edit is lost (Embedding(max_norm=…) does it too)",
-        "edit parameters outside the forward, under torch.no_grad(), through model.parameters()",
+        "edit parameters outside the forward, under torch.no_grad(), through "
+        "model.parameters(); what a first batch sets, by one forward of the plain model",
         dict.fromkeys(names),
     )
 
