@@ -40,7 +40,7 @@ class Owner:
     It does not travel in pickles of the parameter alone.
     """
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: Any) -> None:
         self.state = state
         self._seen: list[TensorWeakRef] = []
 
@@ -59,6 +59,12 @@ class Owner:
         return collections.OrderedDict, ()
 
 
+def _owner_of(value: Tensor) -> Owner | None:
+    """`None` for copies and gradients."""
+    found = vars(value).get(OWNER)
+    return found if isinstance(found, Owner) else None
+
+
 class Sharded(DTensor):
     """A `DTensor` that can be written to; what is computed from it is a plain `DTensor`."""
 
@@ -66,8 +72,8 @@ class Sharded(DTensor):
     def data(self) -> Tensor:
         """The tensor without autograd, in the same memory; writes to it count as writes to this."""
         data = _writable(super().detach(), Sharded)
-        if OWNER in vars(self):
-            vars(self)[OWNER].show(data)
+        if (owner := _owner_of(self)) is not None:
+            owner.show(data)
         return data
 
     @data.setter
@@ -83,8 +89,8 @@ class Sharded(DTensor):
                 f"shape {tuple(value.shape)} and {value.dtype}",
                 "assign a new nn.Parameter to the module's attribute; the next forward shards it",
             )
-        if OWNER in vars(self):
-            vars(self)[OWNER].leave()
+        if (owner := _owner_of(self)) is not None:
+            owner.leave()
         with torch.no_grad():
             self.copy_(value)
 
@@ -167,11 +173,11 @@ class ShardedParameter(Sharded):
 
         torch's takes for granted that all ranks compute the same with it.
         """
-        state: Any = vars(self)[OWNER].state if OWNER in vars(self) else None
+        owner = _owner_of(self)
         trains = self.requires_grad and torch.is_grad_enabled() and grad_placements is None
-        if state is None or not trains:
+        if owner is None or not trains:
             return super().full_tensor(grad_placements=grad_placements)
-        layout = state.spec.layout
+        layout = owner.state.spec.layout
         whole: Tensor = UNSHARD(local_part(self), self.shape, layout.handle, None)
         return whole.clone() if layout.resident else whole
 
