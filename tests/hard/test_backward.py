@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,49 @@ def _effects(stage: int, inner: str) -> None:
 )
 def test_effects_in_forward(stage: int, inner: str) -> None:
     run_ranks(2, _effects, stage, inner)
+
+
+class _TwoOutputs(torch.autograd.Function):
+    """Gives a weight a gradient of zeros if its first output is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return x @ weight, 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        of_product, of_double = grads
+        to_x = 0 if of_product is None else of_product @ weight.t()
+        to_weight = None if of_product is None else x.t() @ of_product
+        return to_x + 2 * of_double, to_weight
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, double = _TwoOutputs.apply(self.first(x), self.weight)
+        return self.last(torch.tanh(double)).square().mean()
+
+
+def _half_used(stage: int) -> None:
+    pair = Pair(HalfUsed(), stage, rtol=1e-6)
+    for number in range(2):
+        pair.backward(lambda run, number: run(draw(4, 6, seed=number)), number)
+        if pair.plain.weight.grad is None:  # compiled, it is zeros, as with torch's own backends
+            pair.plain.weight.grad = torch.zeros(6, 6)
+        pair.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_that_depend_on_no_gradient(stage: int) -> None:
+    run_ranks(2, _half_used, stage)
 
 
 class _Fails(torch.autograd.Function):

@@ -27,6 +27,7 @@ from zerofx.frontend.measure import Stopwatch
 from zerofx.frontend.partition import (
     order_opaque_values,
     recompute_parameter_values,
+    reduce_in_backward,
     repeat_constants,
 )
 from zerofx.frontend.predict import Setting
@@ -164,6 +165,7 @@ class Capture:
         whole = self._run(joint, Region.JOINT)
         recompute_parameter_values(joint.graph)
         keep_reads(joint.graph, self.inputs.kept)
+        reduce_in_backward(joint.graph)
         forward, backward = min_cut(joint, joint_inputs, num_fwd_outputs, options)
         order_opaque_values(forward, backward, num_fwd_outputs)
         repeat_constants(forward.graph)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import Role, facts
-from zerofx.ir.ops import UNSHARD, is_call
+from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.rules import SMALL_NUMEL
-from zerofx.torch_private import must_recompute_tag
+from zerofx.torch_private import is_tangent, must_recompute_tag
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -45,6 +45,20 @@ def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
         node.meta["recompute"] = must_recompute_tag()
         node.meta.pop("ac_graph_id", None)
     return list(tagged)
+
+
+def reduce_in_backward(graph: fx.Graph) -> None:
+    """Keep reductions of gradients that depend on no gradient out of forward.
+
+    torch's partitioner takes what it can compute without tangents for forward: zeros that an
+    `autograd.Function` gives where an output of it was not used.
+    """
+    from_tangents: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or any(source in from_tangents for source in node.all_input_nodes):
+            from_tangents.add(node)
+        elif is_call(node, REDUCE_GRAD):
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def repeat_constants(graph: fx.Graph) -> None:

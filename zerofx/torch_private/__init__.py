@@ -54,6 +54,7 @@ from zerofx.torch_private.given import before_forwards, mix_while_tracing, stop_
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
+    is_tangent,
     min_cut,
     must_recompute_tag,
     must_save_tag,
@@ -125,6 +126,7 @@ __all__ = [
     "is_message",
     "is_mutable",
     "is_profiling",
+    "is_tangent",
     "is_to_local",
     "is_tracing",
     "kept_by_running_function",

@@ -11,6 +11,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
+    TangentAOTInput,
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
@@ -45,6 +46,11 @@ def dynamo_input_of(node: fx.Node) -> tuple[int | None, str]:
 def orders_effects(node: fx.Node) -> bool:
     """Whether a placeholder is a token: an empty tensor that ties effects to their order."""
     return isinstance(node.meta.get("desc"), ForwardTokenAOTInput)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def inputs_written(graph: fx.Graph) -> list[fx.Node]:
