@@ -15,12 +15,16 @@ from tests.hard.pair import Pair, draw
 from tests.ranks import run_ranks
 
 
+def _net(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
+
+
 class Substituted(nn.Module):
     """Runs a part of itself with values computed from its parameters."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.net = _net(6)
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ class Learner(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.net = _net(7)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ class Anchored(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.net = _net(7)
         self.anchors = [torch.ones(param.shape) for param in self.net.parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +108,7 @@ class Sensitive(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.net = _net(6)
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:

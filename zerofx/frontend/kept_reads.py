@@ -28,13 +28,16 @@ def keep_reads(graph: fx.Graph, buffers: Collection[int]) -> None:
         graph: of both.
         buffers: positions of a model's buffers among the inputs of Dynamo's graph.
     """
+    first = next(node for node in graph.nodes if node.op != "placeholder")
     for source in inputs_written(graph):
         aliases = alias_closure(source)
         if any(map(_is_backward, _readers(aliases))):
-            aliases = [source, _copied(source)]
+            aliases = [source, _copied(source, first)]
         for node in _readers(aliases):
             _save(node)
     states = _states(graph, buffers)
+    if not states:
+        return
     derived = _computed_from(states, graph)
     for node in _readers([alias for state in states for alias in alias_closure(state)]):
         if node in derived and _holds_numbers(node):
@@ -69,12 +72,10 @@ def _readers(aliases: Collection[fx.Node]) -> list[fx.Node]:
     return [node for node in users if node.op == "call_function" and node not in aliases]
 
 
-def _copied(source: fx.Node) -> fx.Node:
-    """A copy that all read instead, but the write to `source` itself."""
-    graph = source.graph
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        made = graph.call_function(_CLONE, (source,))
+def _copied(source: fx.Node, first: fx.Node) -> fx.Node:
+    """A copy before the `first` operation that all read instead, but the write to `source`."""
+    with source.graph.inserting_before(first):
+        made = source.graph.call_function(_CLONE, (source,))
     made.meta["val"] = source.meta["val"].clone()
     for user in list(source.users):
         if user is not made and not (user.target is _COPY and user.args[0] is source):

@@ -166,8 +166,7 @@ class Session:
     def is_average(self) -> bool:
         """Whether this is a copy that nobody trains: an average of weights, a target network.
 
-        Such copies are updated by other means than an optimizer, and torch's `_foreach_` functions
-        (`AveragedModel` uses them) leave no trace on a `DTensor`.
+        Such copies are updated by other means than an optimizer, whose hooks would tell.
         """
         return self._is_copy and not self.accumulation.begun
 

@@ -63,20 +63,13 @@ def _at(place: int, operand: Any) -> Any:
 
 def _lie_alike(args: tuple[Any, ...]) -> bool:
     """Whether local tensors of the first list meet their like in the others."""
-    others = [arg for arg in args[1:] if isinstance(arg, Sequence)]
-    return all(map(_is_whole_or_rows, args[0])) and all(
+    written, *others = (arg for arg in args if isinstance(arg, Sequence))
+    layouts = {each._spec.placements for each in written if isinstance(each, DTensor)}
+    return all(how.is_shard() or how.is_replicate() for each in layouts for how in each) and all(
         _lies_as(one, other)
         for operands in others
-        for one, other in zip(args[0], operands, strict=False)
+        for one, other in zip(written, operands, strict=False)
     )
-
-
-def _is_whole_or_rows(value: Tensor) -> bool:
-    return not isinstance(value, DTensor) or not any(map(_is_partial, value.placements))
-
-
-def _is_partial(placement: Any) -> bool:
-    return not (placement.is_shard() or placement.is_replicate())
 
 
 def _lies_as(one: Tensor, other: Any) -> bool:
@@ -84,7 +77,10 @@ def _lies_as(one: Tensor, other: Any) -> bool:
         return True  # a number
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return isinstance(one, DTensor) is isinstance(other, DTensor)
-    alike = one.device_mesh == other.device_mesh and one.placements == other.placements
+    mine, others = one._spec, other._spec
+    if mine is others:
+        return True
+    alike = mine.mesh == others.mesh and mine.placements == others.placements
     return alike and one.shape == other.shape
 
 

@@ -56,13 +56,11 @@ def is_tangent(node: fx.Node) -> bool:
 def inputs_written(graph: fx.Graph) -> list[fx.Node]:
     """Inputs that the graph writes to: by a copy at its end, or one that AOTAutograd makes then."""
     described: Any = graph.output_node().meta.get("desc") or ()
-    after = [each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)]
+    after = {each.mutated_input for each in described if isinstance(each, InputMutationAOTOutput)}
     copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    return [
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if node.meta.get("desc") in after or any(copy.args[0] is node for copy in copies)
-    ]
+    copied = {copy.args[0] for copy in copies}
+    inputs = graph.find_nodes(op="placeholder")
+    return [node for node in inputs if node in copied or node.meta.get("desc") in after]
 
 
 def min_cut(
