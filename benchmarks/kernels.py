@@ -1,13 +1,14 @@
 """Time the kernels of ZeRO++ on this machine, or print how far their codes are from the numbers.
 
-    python -m benchmarks.kernels                   # one thread; CUDA too where there is a device
+    python -m benchmarks.kernels                   # on CUDA where there is a device; one CPU thread
     python -m benchmarks.kernels --mebibytes 256 --codecs int4 int8
     python -m benchmarks.kernels --errors          # the table of docs/kernels.md
 
-GB/s are bytes that a kernel reads and writes, each once, over its time: the best of several calls.
-On CPUs kernels are the reference through Inductor, beside a copy of as many bytes; `saved` is the
-time that a link of `--gbit` needs less. On CUDA, emitted kernels stand beside a device copy and
-beside the reference through Inductor.
+GB/s are bytes that a kernel reads and writes, each once, over its time. On CPUs kernels are the
+reference through Inductor, the best of several calls, beside a copy of as many bytes; `saved` is
+the time that a link of `--gbit` needs less. On CUDA, emitted kernels stand beside a device copy,
+the reference through Inductor, and the quantizers of torchao and DeepSpeed where they are
+installed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.kernel_peers import PEERS
 from zerofx.codegen.build import TritonKernel
 from zerofx.codegen.reference import Reference
 from zerofx.ir.kernels import (
@@ -56,8 +58,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     codecs = [Codec(code, args.block) for code in args.codecs]
     numel = int(args.mebibytes * 2**20 / 4) // (_SOURCES * args.block) * _SOURCES * args.block
-    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        Console().print(_speeds(torch.device(device), codecs, numel, args))
+    if torch.cuda.is_available():
+        Console().print(_cuda_speeds(codecs, numel))
+    else:
+        Console().print(_cpu_speeds(codecs, numel, args))
 
 
 def error_table() -> str:
@@ -108,49 +112,68 @@ def _specs(codec: Codec, numel: int) -> dict[str, KernelSpec]:
     }
 
 
-def _speeds(
-    device: torch.device, codecs: Sequence[Codec], numel: int, args: argparse.Namespace
-) -> Table:
-    cuda = device.type == "cuda"
-    title = torch.cuda.get_device_name() if cuda else "one CPU thread"
-    columns = ["Triton", "of copy", "Inductor"] if cuda else ["Inductor", "of copy", "saved"]
-    table = Table(
-        "codec", "kernel", "ms", "copy", *columns, title=f"{title}, {numel * 4 >> 20} MiB"
-    )
-    folder = Path(tempfile.mkdtemp(prefix="zerofx-kernels-"))
+def _cpu_speeds(codecs: Sequence[Codec], numel: int, args: argparse.Namespace) -> Table:
+    columns = ("codec", "kernel", "ms", "copy", "Inductor", "of copy", "saved")
+    table = Table(*columns, title=f"one CPU thread, {numel * 4 >> 20} MiB")
     for codec in codecs:
         times: dict[str, float] = {}
         for name, spec in _specs(codec, numel).items():
             size = operand_bytes(spec)
-            reference = _seconds(Reference(spec, compiled=True), spec, device, args.repeats)
-            best = reference
-            if cuda:
-                best = _seconds(TritonKernel.build(spec, folder), spec, device, args.repeats)
-            copy = _copy_seconds(size, device, args.repeats)
+            run = _call(Reference(spec, compiled=True), spec, torch.device("cpu"))
+            best, copy = _best(run, args.repeats), _best(_copying(size, "cpu"), args.repeats)
             times[name] = best
-            last = f"{size / reference / 1e9:.1f}" if cuda else ""
-            speeds = [f"{size / best / 1e9:.1f}", f"{copy / best:.0%}", last]
-            table.add_row(
-                codec.name, name, f"{best * 1e3:.2f}", f"{size / copy / 1e9:.1f}", *speeds
-            )
-        if not cuda:
-            spared = 4 * numel - _specs(codec, numel)["pack"].outputs[0][0][1] * _SOURCES
-            link = spared * 8 / args.gbit / 1e9
-            cost = times["pack"] + times["unpack"]
-            text = f"{link * 1e3:.0f} ms"
-            table.add_row("", "pack + unpack", f"{cost * 1e3:.2f}", "", "", "", text)
+            table.add_row(codec.name, name, f"{best * 1e3:.2f}", *_rates(size, copy, best))
+        spared = 4 * numel - _specs(codec, numel)["pack"].outputs[0][0][1] * _SOURCES
+        link = spared * 8 / args.gbit / 1e9
+        cost = times["pack"] + times["unpack"]
+        table.add_row("", "pack + unpack", f"{cost * 1e3:.2f}", "", "", "", f"{link * 1e3:.0f} ms")
     return table
 
 
-def _seconds(
-    kernel: Callable[[list[Tensor], list[Tensor]], None],
-    spec: KernelSpec,
-    device: torch.device,
-    repeats: int,
-) -> float:
+def _rates(size: int, copy: float, best: float) -> list[str]:
+    return [f"{size / copy / 1e9:.1f}", f"{size / best / 1e9:.1f}", f"{copy / best:.0%}"]
+
+
+def _cuda_speeds(codecs: Sequence[Codec], numel: int) -> Table:
+    """Medians in CUDA graphs: launching from Python may take longer than a kernel."""
+    from triton.testing import do_bench_cudagraph
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        return do_bench_cudagraph(run, rep=50, return_mode="median") / 1e3
+
+    title = f"{torch.cuda.get_device_name()}, {numel * 4 >> 20} MiB"
+    table = Table("codec", "kernel", "by", "ms", "copy", "GB/s", "of copy", title=title)
+    folder = Path(tempfile.mkdtemp(prefix="zerofx-kernels-"))
+    for codec in codecs:
+        runs: list[tuple[str, str, Callable[[], object], int]] = []
+        for name, spec in _specs(codec, numel).items():
+            size = operand_bytes(spec)
+            for who, kernel in (
+                ("zerofx", TritonKernel.build(spec, folder)),
+                ("Inductor", Reference(spec, compiled=True)),
+            ):
+                runs.append((name, who, _call(kernel, spec, torch.device("cuda")), size))
+        for library, peers in PEERS.items():
+            try:
+                runs += [
+                    (p.kernel, library, p.run, p.num_bytes) for p in peers(codec, numel, _SOURCES)
+                ]
+            except Exception as error:
+                table.add_row(codec.name, "", library, f"failed: {type(error).__name__}")
+        for name, who, run, size in sorted(runs, key=lambda each: each[0]):
+            best, copy = seconds(run), seconds(_copying(size, "cuda"))
+            rates = _rates(size, copy, best)
+            table.add_row(codec.name, name, who, f"{best * 1e3:.3f}", *rates)
+    return table
+
+
+def _call(
+    kernel: Callable[[list[Tensor], list[Tensor]], None], spec: KernelSpec, device: torch.device
+) -> Callable[[], object]:
     inputs = [_filled(shape, dtype, device) for shape, dtype in spec.inputs]
     outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs]
-    return _best(lambda: kernel(inputs, outputs), device, repeats)
+    return lambda: kernel(inputs, outputs)
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -160,28 +183,20 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _copy_seconds(size: int, device: torch.device, repeats: int) -> float:
+def _copying(size: int, device: str) -> Callable[[], object]:
     """A copy that reads and writes `size` bytes together."""
     source = torch.ones(size // 8, device=device)
     target = torch.empty_like(source)
-    return _best(lambda: target.copy_(source), device, repeats)
+    return lambda: target.copy_(source)
 
 
-def _best(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def _best(run: Callable[[], object], repeats: int) -> float:
     run()
     times: list[float] = []
     for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
     return min(times)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.device import DEVICE
 from tests.transformers_zoo import Encoder, EncoderDecoder, Gpt, encoder_decoder_data, gpt_data
 
 Batch = tuple[Tensor, ...]
@@ -253,7 +254,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.
     model.to(dtype)
     if isinstance(model, Mixed):
         model.to_own_dtypes()
-    return model
+    return model.to(DEVICE)
 
 
 def batch(
@@ -261,4 +262,4 @@ def batch(
 ) -> Batch:
     """The batch of one rank at one step; `model(*batch(…))` is its loss."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{rank}/{step}".encode()))
-    return ZOO[name].data(generator, rows, dtype)
+    return tuple(value.to(DEVICE) for value in ZOO[name].data(generator, rows, dtype))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 def serve(
     rank: int,
     world_size: int,
+    backend: str,
     port: int,
     connection: Connection,
     stacks: str,
@@ -45,7 +46,7 @@ def serve(
     torch.set_num_threads(1)
     time_no_guards()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     _answer(connection, (True, None))
     while (job := _next_job(connection)) is not None:
         _fresh_state(environment)

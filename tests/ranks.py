@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: a pool of processes that lives as long as the test session.
+"""Real ranks for tests: a pool of processes that lives as long as the test session.
 
     losses = run_ranks(2, train, "gpt", "zero3", timeout=120)     # one result per rank
 
@@ -40,25 +40,34 @@ from tests.rank_worker import serve
 
 GRACE_SECONDS = 5.0
 START_SECONDS = 120.0
+CUDA_ENV = {"ZEROFX_TEST_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+"""All ranks share one device."""
 
 Job = Callable[..., Any] | str
 
 
 def run_ranks(
-    world_size: int, function: Job, /, *args: Any, timeout: float = 60, **kwargs: Any
+    world_size: int,
+    function: Job,
+    /,
+    *args: Any,
+    timeout: float = 60,
+    backend: str = "gloo",
+    **kwargs: Any,
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on every rank; returns the results in rank order.
 
     A hang fails after `timeout` seconds, times the processes of pytest that share the machine.
+    A `backend` that serves CUDA puts what `tests.models` makes there; all ranks share one device.
     """
     name, timeout = _importable_name(function), patience(timeout)
     try:
-        return _run_once(world_size, name, args, kwargs, timeout)
+        return _run_once(world_size, backend, name, args, kwargs, timeout)
     except RanksFailed as failed:
         if all(failure.kind != "Crashed" for failure in failed.failures.values()):
             raise
         native_crashes.append(str(failed))
-        return _run_once(world_size, name, args, kwargs, timeout)
+        return _run_once(world_size, backend, name, args, kwargs, timeout)
 
 
 def patience(seconds: float) -> float:
@@ -67,15 +76,20 @@ def patience(seconds: float) -> float:
 
 
 def _run_once(
-    world_size: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    world_size: int,
+    backend: str,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
 ) -> list[Any]:
-    pool = _POOLS.get(world_size)
+    pool = _POOLS.get((world_size, backend))
     if pool is None:
-        pool = _POOLS[world_size] = Pool(world_size)
+        pool = _POOLS[world_size, backend] = Pool(world_size, backend)
     try:
         return pool.run(name, args, kwargs, timeout)
     except BaseException:
-        _POOLS.pop(world_size).kill()
+        _POOLS.pop((world_size, backend)).kill()
         raise
 
 
@@ -107,14 +121,15 @@ def _resolve(name: str) -> Any:
 
 
 class Pool:
-    """`world_size` workers joined in one gloo process group over a store that the parent hosts."""
+    """`world_size` workers joined in one process group over a store that the parent hosts."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, backend: str = "gloo"):
         # Hosted here, on a port the system picks: no race for a port, and no worker is special.
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300)
         )
         self.dir = Path(tempfile.mkdtemp(prefix=f"world{world_size}_", dir=_session_path()))
+        self.backend = backend
         self.workers = [self._spawn(rank, world_size) for rank in range(world_size)]
         try:
             self._collect("start of the pool", START_SECONDS)
@@ -123,14 +138,20 @@ class Pool:
             raise
 
     def _spawn(self, rank: int, world_size: int) -> Worker:
-        env = worker_env()
+        env = worker_env() | (CUDA_ENV if "cuda" in self.backend else {})
         ours, theirs = multiprocessing.Pipe()
         stacks, log = self.dir / f"rank{rank}.stacks", self.dir / f"rank{rank}.log"
         stacks.touch()
         log.touch()
-        args = (rank, world_size, self.store.port, theirs, str(stacks), str(log), env)
-        process = forkserver().Process(target=serve, args=args, name=f"rank{rank}")
-        process.start()
+        place = (rank, world_size, self.backend, self.store.port)
+        args = (*place, theirs, str(stacks), str(log), env)
+        # Inductor asks for GPUs when it is imported; after a fork there are none.
+        context: Any = (
+            multiprocessing.get_context("spawn") if "cuda" in self.backend else forkserver()
+        )
+        process = context.Process(target=serve, args=args, name=f"rank{rank}")
+        with patch.dict(os.environ, worker_env()):
+            process.start()
         theirs.close()
         return Worker(rank, process, ours, stacks, log)
 
@@ -206,7 +227,7 @@ class Pool:
             worker.connection.close()
 
 
-_POOLS: dict[int, Pool] = {}
+_POOLS: dict[tuple[int, str], Pool] = {}
 _session_dir: tempfile.TemporaryDirectory[str] | None = None
 _PRELOAD = (
     "torch._dynamo",
@@ -258,4 +279,4 @@ def _dumps(value: Any) -> bytes:
 
 
 def _loads(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

@@ -91,6 +91,7 @@ def run(trial: Trial) -> Outcome:
     if device.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # tensor cores, as everyone trains
     model = build(trial.model)
     outcome = Outcome(
         trial.contender,

@@ -81,6 +81,13 @@ class Tiny(Gpt):
         super().__init__(width=32, depth=2, length=16)
 
 
+class LargeGpt(Gpt):
+    """169 M parameters, and 8192 tokens: enough to keep a GPU busy."""
+
+    def __init__(self) -> None:
+        super().__init__(width=1024, depth=12, length=1024, batch=8)
+
+
 class Llama(LanguageModel):
     """19.7 M parameters; four query heads share each pair of key and value heads."""
 
@@ -169,7 +176,14 @@ class Cnn(Workload):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-MODELS: dict[str, type[Workload]] = {"gpt": Gpt, "tiny": Tiny, "llama": Llama, "t5": T5, "cnn": Cnn}
+MODELS: dict[str, type[Workload]] = {
+    "gpt": Gpt,
+    "tiny": Tiny,
+    "large": LargeGpt,
+    "llama": Llama,
+    "t5": T5,
+    "cnn": Cnn,
+}
 
 
 def build(name: str) -> Workload:

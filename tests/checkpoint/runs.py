@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from tests.device import DEVICE
 from tests.models import batch
 from zerofx import ZeroConfig
 
@@ -63,7 +64,7 @@ class Run:
         if reset:  # which the runs of before would be compiled anew after
             torch._dynamo.reset()
         torch.manual_seed(seed)
-        self.model: Any = build()
+        self.model: Any = build().to(DEVICE)
         self.step: Any = torch.compile(
             self.model, backend=f"zero{stage}", options={**OPTIONS, **options}
         )

@@ -25,7 +25,7 @@ from zerofx import checkpoint
 STAGES = (0, 1, 2, 3)
 
 
-def _pairs(folder: Path) -> None:
+def pairs(folder: Path) -> None:
     runs = {stage: Run(stage, reset=stage == 0) for stage in STAGES}
     wanted: dict[int, tuple[Any, ...]] = {}
     for saved, run in runs.items():
@@ -43,7 +43,7 @@ def _pairs(folder: Path) -> None:
 
 def test_every_stage_loads_every_other(tmp_path: Path) -> None:
     """An odd stage loads into a run that has trained further, which nothing may be left of."""
-    run_ranks(2, _pairs, tmp_path, timeout=220)
+    run_ranks(2, pairs, tmp_path, timeout=220)
 
 
 def _write(folder: Path, stage: int) -> dict[str, torch.Tensor]:

@@ -9,15 +9,13 @@ import torch
 
 from tests.codegen.cases import CASES, SHAPES
 from tests.codegen.strategies import outputs_for, values_for, wires_for
+from tests.gpu.backends import NEEDS_CUDA
 from zerofx.codegen.build import TritonKernel
 from zerofx.codegen.kernels import kernel_for
 from zerofx.codegen.reference import Reference
 from zerofx.ir.kernels import Pack, operand_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_CUDA
 
 _ALL = {name: spec for name, spec in (CASES | SHAPES).items() if operand_bytes(spec) < 2**28}
 

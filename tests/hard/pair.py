@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.device import DEVICE
+
 STAGES = (0, 1, 2, 3)
 EAGER = {"inner": "eager", "min_shard_numel": 0}
 INDUCTOR = {"min_shard_numel": 0}
@@ -33,7 +35,7 @@ def full(value: Tensor | None) -> Any:
 def draw(*shape: int, seed: int = 0) -> Tensor:
     """Numbers that depend on the rank and `seed`; the global random state is left alone."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(*shape, generator=generator).to(DEVICE)
 
 
 def average(model: nn.Module) -> None:

@@ -27,7 +27,7 @@ def _options(how: str) -> dict[str, Any]:
     return {**EAGER, "mesh": mesh}
 
 
-def _hybrid(stage: int, how: str) -> tuple[int, int, int, int]:
+def hybrid(stage: int, how: str) -> tuple[int, int, int, int]:
     pair = Pair(make("gpt"), stage, _options(how), rtol=1e-6)
 
     def loss(run: Any, number: int) -> Any:
@@ -47,7 +47,7 @@ def _hybrid(stage: int, how: str) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("how", ["replicate", "mesh"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks_in_two_groups(stage: int, how: str) -> None:
-    by_rank = run_ranks(4, _hybrid, stage, how, timeout=220)
+    by_rank = run_ranks(4, hybrid, stage, how, timeout=220)
     for sent, repeated, whole, resident in by_rank:
         # Shards are halves; means of shards cross between groups of two, nothing else does.
         assert 0.45 * whole < resident < 0.55 * whole

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
+from tests.device import DEVICE
 from tests.hard.pair import EAGER, draw, full
 from tests.ranks import run_ranks
 from zerofx.sharding.shard import session_of
@@ -182,7 +183,7 @@ SCENARIOS = (
 
 def _results(options: dict[str, Any], scenarios: tuple[Scenario, ...]) -> list[list[Tensor]]:
     """What the scenarios find one after another, so that each leaves its copies to the next."""
-    model = Odd()
+    model = Odd().to(DEVICE)
     zerofx.shard(model, zerofx.ZeroConfig(**options))
     run = torch.compile(model, backend="zero3")
     results = []
@@ -193,7 +194,7 @@ def _results(options: dict[str, Any], scenarios: tuple[Scenario, ...]) -> list[l
     return results
 
 
-def _differences(
+def differences(
     options: dict[str, Any], scenarios: tuple[Scenario, ...], secondary: bool | str = True
 ) -> list[str]:
     want, got = (
@@ -207,24 +208,24 @@ def _differences(
 
 
 def test_no_value_differs_from_those_of_all_ranks() -> None:
-    assert run_ranks(4, _differences, STRICT, SCENARIOS, timeout=220) == [[]] * 4
+    assert run_ranks(4, differences, STRICT, SCENARIOS, timeout=220) == [[]] * 4
 
 
 def test_nor_does_it_in_mixed_precision_with_what_forward_keeps() -> None:
     options = {**NODES, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     scenarios = (_accumulated, _edited)
-    assert run_ranks(4, _differences, options, scenarios, timeout=220) == [[]] * 4
+    assert run_ranks(4, differences, options, scenarios, timeout=220) == [[]] * 4
 
 
 def test_nor_does_it_from_those_that_forward_decoded() -> None:
     options = {**NODES, "quantize_weights": "int8x32", "quantize_exact": ()}
     scenarios = (_trained, _accumulated)
-    assert run_ranks(4, _differences, options, scenarios, timeout=220) == [[]] * 4
+    assert run_ranks(4, differences, options, scenarios, timeout=220) == [[]] * 4
 
 
 def test_nor_does_it_from_those_that_forward_received() -> None:
     """Codes are kept and gathered as they came; every weight is wide enough for some."""
     options = {**STRICT, "quantize_weights": "int4x32", "quantize_exact": ()}
     scenarios = (_stepped, _loaded, _evaluated, _accumulated)
-    found = run_ranks(4, _differences, options, scenarios, "codes", timeout=220)
+    found = run_ranks(4, differences, options, scenarios, "codes", timeout=220)
     assert found == [[]] * 4

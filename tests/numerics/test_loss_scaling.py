@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import zerofx
+from tests.device import DEVICE
 from tests.hard.pair import full
 from tests.ranks import run_ranks
 
@@ -34,7 +35,7 @@ class Model(nn.Module):
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return Model()
+    return Model().to(DEVICE)
 
 
 def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -42,11 +43,11 @@ def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     weights = torch.ones(WIDTH)
     if OVERFLOWS.get(step, (-1, 0))[0] == rank:
         weights[OVERFLOWS[step][1]] = 6e4
-    return torch.randn(4, WIDTH, generator=made), weights
+    return torch.randn(4, WIDTH, generator=made).to(DEVICE), weights.to(DEVICE)
 
 
 def _scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    return torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=4)
 
 
 def _loop(model: nn.Module, backward: Any, clip: float | None) -> tuple[list[float], list[Tensor]]:
@@ -64,12 +65,12 @@ def _loop(model: nn.Module, backward: Any, clip: float | None) -> tuple[list[flo
     return scales, [full(param) for param in model.parameters()]
 
 
-def _one_process(clip: float | None, autocast: bool) -> tuple[list[float], list[Tensor]]:
+def one_process(clip: float | None, autocast: bool) -> tuple[list[float], list[Tensor]]:
     model = _model()
 
     def loss(x: Tensor, weights: Tensor) -> Tensor:
         if autocast:
-            with torch.autocast("cpu", dtype=FP16):
+            with torch.autocast(DEVICE, dtype=FP16):
                 return model(x, weights)
         low = {name: param.to(FP16) for name, param in model.named_parameters()}
         return functional_call(model, low, (x.to(FP16), weights.to(FP16)))
@@ -84,7 +85,7 @@ def _one_process(clip: float | None, autocast: bool) -> tuple[list[float], list[
     return _loop(model, backward, clip)
 
 
-def _sharded(stage: int, clip: float | None, autocast: bool) -> tuple[list[float], list[Tensor]]:
+def sharded(stage: int, clip: float | None, autocast: bool) -> tuple[list[float], list[Tensor]]:
     model = _model()
     precision: dict[str, Any] = {}
     if not autocast:
@@ -94,7 +95,7 @@ def _sharded(stage: int, clip: float | None, autocast: bool) -> tuple[list[float
     run = torch.compile(model, backend=f"zero{stage}", options=options)
 
     def backward(step: int, scaler: torch.amp.GradScaler) -> None:
-        with torch.autocast("cpu", dtype=FP16, enabled=autocast):
+        with torch.autocast(DEVICE, dtype=FP16, enabled=autocast):
             loss = run(*_batch(step, dist.get_rank()))
         scaler.scale(loss).backward()
 
@@ -103,20 +104,20 @@ def _sharded(stage: int, clip: float | None, autocast: bool) -> tuple[list[float
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_scales_and_skipped_steps_are_those_of_one_process(stage: int, autocast: bool) -> None:
-    wanted = _one_process(None, autocast)
+def test_scales_and_skipped_steps_are_those_ofone_process(stage: int, autocast: bool) -> None:
+    wanted = one_process(None, autocast)
     assert len(set(wanted[0])) > 3, "the scale moves"
     halved = [step for step in range(1, STEPS) if wanted[0][step] < wanted[0][step - 1]]
     assert halved == list(OVERFLOWS)
-    for scales, params in run_ranks(2, _sharded, stage, None, autocast, timeout=120):
+    for scales, params in run_ranks(2, sharded, stage, None, autocast, timeout=120):
         assert scales == wanted[0]
         for got, want in zip(params, wanted[1], strict=True):
             assert torch.equal(got, want)
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
-    wanted = _one_process(0.1, False)
-    for scales, params in run_ranks(2, _sharded, 3, 0.1, False, timeout=120):
+    wanted = one_process(0.1, False)
+    for scales, params in run_ranks(2, sharded, 3, 0.1, False, timeout=120):
         assert scales == wanted[0]
         for got, want in zip(params, wanted[1], strict=True):
             assert torch.allclose(got, want, rtol=1e-5, atol=1e-7)

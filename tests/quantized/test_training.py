@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.device import DEVICE
 from tests.hard.pair import EAGER, Pair, full
 from tests.hard.wire import watched
 from tests.models import batch, make
@@ -72,7 +73,7 @@ def _walks(seed: int, rows: int = 32) -> tuple[Tensor, Tensor]:
     ids = (torch.randint(31, (rows, 1), generator=drawn) + 7 * torch.arange(7)) % 31
     noise = torch.rand(ids.shape, generator=drawn) < 0.1
     ids = torch.where(noise, torch.randint(31, ids.shape, generator=drawn), ids)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return ids[:, :-1].contiguous().to(DEVICE), ids[:, 1:].contiguous().to(DEVICE)
 
 
 ALL_THREE = {
@@ -82,7 +83,7 @@ ALL_THREE = {
 }
 
 
-def _losses(steps: int) -> tuple[float, float, float]:
+def learnt(steps: int) -> tuple[float, float, float]:
     nodes = {"ranks_per_node": 2}
     before, exact = _trained(nodes, 0), _trained(nodes, steps)
     return before, exact, _trained({**nodes, **ALL_THREE}, steps)
@@ -90,7 +91,7 @@ def _losses(steps: int) -> tuple[float, float, float]:
 
 def test_a_gpt_learns_as_well_as_with_numbers() -> None:
     """qwZ, qgZ and hpZ on two nodes of two ranks."""
-    before, exact, quantized = run_ranks(4, _losses, 60, timeout=200)[0]
+    before, exact, quantized = run_ranks(4, learnt, 60, timeout=200)[0]
     assert exact < before - 1
     assert quantized != exact and abs(quantized / exact - 1) < 0.01
 
@@ -105,7 +106,7 @@ def _pair(name: str, options: dict[str, Any], stage: int, rtol: float) -> None:
     assert abs(ours / plain - 1) <= rtol
 
 
-def _variety() -> None:
+def variety() -> None:
     exact = {**CODES, "disable": ("quantize_unshards", "quantize_reduces")}
     _pair("gpt", exact, 3, 0.0)
     for name in ("gpt_checkpointed", "frozen", "odd", "mixed"):
@@ -118,7 +119,7 @@ def _variety() -> None:
 
 
 def test_goes_together_with_all_else() -> None:
-    run_ranks(2, _variety, timeout=200)
+    run_ranks(2, variety, timeout=200)
 
 
 def _low_precision() -> tuple[set[torch.dtype], float]:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.device import DEVICE
 from tests.hard.pair import full
 from tests.ranks import run_ranks
 from zerofx.codegen.reference import Reference
 from zerofx.config import ZeroConfig
+from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.frontend.quantize import kernels_of
 from zerofx.ir.kernels import Pack, reduce_kernels, unshard_kernels
 from zerofx.ir.parcels import Codec, Member, Parcels
@@ -44,13 +46,13 @@ def grads_of(rank: int, scale: float = 0.0) -> list[Tensor]:
     """Gaussian numbers; or one number, the rank's."""
     drawn = torch.Generator().manual_seed(100 + rank)
     if scale:
-        return [torch.full(shape, scale * (rank + 1)) for shape in SHAPES]
-    return [torch.randn(*shape, generator=drawn) for shape in SHAPES]
+        return [torch.full(shape, scale * (rank + 1), device=DEVICE) for shape in SHAPES]
+    return [torch.randn(*shape, generator=drawn).to(DEVICE) for shape in SHAPES]
 
 
 def step(options: dict[str, Any], scale: float = 0.0) -> dict[str, Any]:
     """One backward: full weights as computed with, gradients, and this rank's part of both."""
-    model = Weights()
+    model = Weights().to(DEVICE)
     settings = {"inner": "eager", "quantize_exact": (), **options}
     run = torch.compile(model, backend="zero3", options=settings)
     loss, values = run(grads_of(dist.get_rank(), scale))
@@ -80,12 +82,19 @@ def _relative(found: list[Tensor], wanted: list[Tensor]) -> float:
     return (error / sum(float(b.square().sum()) for b in wanted)) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("codec", "nodes", "gathered", "reduced"),
-    [("int8", 1, 0.008, 0.008), ("int4", 2, 0.13, 0.16), ("int4x32", 4, 0.1, 0.1)],
-)
+ERRORS = [("int8", 1, 0.008, 0.008), ("int4", 2, 0.13, 0.16), ("int4x32", 4, 0.1, 0.1)]
+"""Codec, nodes, and what to expect of gathers and of reductions."""
+
+
+@pytest.mark.parametrize(("codec", "nodes", "gathered", "reduced"), ERRORS)
 def test_errors_are_those_of_the_codes(
     codec: str, nodes: int, gathered: float, reduced: float
+) -> None:
+    check_errors(codec, nodes, gathered, reduced)
+
+
+def check_errors(
+    codec: str, nodes: int, gathered: float, reduced: float, backend: str = "gloo"
 ) -> None:
     """A band from two thirds of the expected relative error to four thirds."""
     options = {
@@ -93,7 +102,7 @@ def test_errors_are_those_of_the_codes(
         "quantize_gradients": codec,
         "ranks_per_node": 4 // nodes,
     }
-    results = run_ranks(4, step, options, timeout=120)
+    results = run_ranks(4, step, options, timeout=120, backend=backend)
     wanted = [weight.detach() for weight in Weights().weights]
     given = [grads_of(rank) for rank in range(4)]
     means = [torch.stack(each).mean(0) for each in zip(*given, strict=True)]
@@ -130,15 +139,17 @@ def _chunks(values: list[Tensor], specs: list[Any], rank: int) -> list[Tensor]:
 
 
 def _both_ways(options: dict[str, Any]) -> bool:
-    """Gradients by messages, and by the collective that NCCL ranks call; gloo has both."""
+    """Gradients by messages, and by the collective that ranks with GPUs call; gloo has both."""
     model = Weights()
     run = torch.compile(model, backend="zero3", options={"inner": "eager", **options})
     grads: list[list[Tensor]] = []
-    for backend in ("gloo", "nccl"):
+    way: Algorithm
+    for way in ("point_to_point", "native"):
         loss, _ = run(grads_of(dist.get_rank()))
         domain = live_sessions()[-1].sharded
         assert domain.shard_comm is not None
-        domain.shard_comm = dataclasses.replace(domain.shard_comm, backend=backend)
+        algorithms = Algorithms(way, way)
+        domain.shard_comm = dataclasses.replace(domain.shard_comm, algorithms=algorithms)
         loss.backward()
         grads.append([full(weight.grad) for weight in model.weights])
         model.zero_grad()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.writer import hidden, publish
-from zerofx.torch_private import unwrap_compiled
+from zerofx.torch_private import backend_of, unwrap_compiled
 
 _INDEX = "model.safetensors.index.json"
 
@@ -156,6 +156,8 @@ def _on_first_rank(value: Tensor, ranks: Ranks) -> Tensor | None:
     if last.is_replicate():
         return local
     group = value.device_mesh.get_group(value.device_mesh.ndim - 1)
+    if backend_of(group, local.device) == "gloo":
+        local = local.cpu()  # its messages need host memory
     return _collected(local, value.shape, group, ranks.numbers[0])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.runtime import collectives
+from zerofx.runtime.comm import Comm
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -31,6 +32,7 @@ class BufferSync:
         self._begun: bool | None = None  # `None` where this forward did not say it
         self._parts: set[Hashable] = set()
         self._trains = False
+        self._group: dist.ProcessGroup | None = None  # that answers whether any changed
 
     def forward_begins(self, *, trains: bool) -> None:
         """The next part is the first; `trains` says whether the forward has a backward."""
@@ -43,8 +45,7 @@ class BufferSync:
 
         Whether any changed is a question to all ranks if the forward trains: one of them alone may
         have taken the branch that writes (a codebook that restarts dead codes). Elsewhere, ranks
-        that evaluate alone among them, each rank answers it for itself; so it does if the process
-        group has no backend for CPUs, as GPUs would have to finish what they do, and in a second
+        that evaluate alone among them, each rank answers it for itself; so it does in a second
         forward before a backward where forwards do not say when they begin.
 
         Args:
@@ -63,7 +64,7 @@ class BufferSync:
             known = [buffer for buffer in known if buffer in self._marks]
         changed = any(self._marks.get(buffer) != _mark(buffer) for buffer in known)
         if asks:
-            changed = _anywhere(changed, session)
+            changed = self._anywhere(changed, session)
         if changed:
             # All of them: eager BatchNorm raises the version of its counter, not of its statistics.
             with session.recorded("broadcast", f"{len(known)} buffers"):
@@ -97,16 +98,24 @@ class BufferSync:
         self._begun = None
         self._parts.clear()
 
+    def _anywhere(self, changed: bool, session: Session) -> bool:
+        """Whether it is so on any rank."""
+        if self._group is None:
+            self._group = _group_on_cpus(session.world)
+        flag = torch.tensor([changed], dtype=torch.int32)
+        with session.recorded("all_reduce", "whether buffers changed"):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
 
-def _anywhere(changed: bool, session: Session) -> bool:
-    """Whether it is so on any rank."""
-    group = session.world.group
-    if "cpu" not in dist.get_backend_config(group):
-        return changed
-    flag = torch.tensor([changed], dtype=torch.int32)
-    with session.recorded("all_reduce", "whether buffers changed"):
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
+
+def _group_on_cpus(world: Comm) -> dist.ProcessGroup:
+    """Of all ranks of a model; NCCL would answer only when the GPU is done with what it does."""
+    if "cpu" in dist.get_backend_config(world.group):
+        return world.group
+    some = world.size < dist.get_world_size()
+    made = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=some)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +18,8 @@ class Mail:
     """The messages of one bucket, to and from `peers` (positions along the axis); by default all.
 
     All receives are posted before any send: gloo sends a payload when the receiver is ready, and
-    says so in the stream in which this rank's own payload would otherwise go first.
+    says so in the stream in which this rank's own payload would otherwise go first. It reads and
+    writes host memory only, so what lies on a GPU goes through that.
     """
 
     def __init__(self, comm: Comm, peers: Collection[int] | None = None) -> None:
@@ -48,4 +50,24 @@ class Mail:
             # One by one, two ranks that both receive first would wait for each other.
             ops = [dist.P2POp(call, tensor, peer, group, tag) for call, tensor, peer, tag in calls]
             return dist.batch_isend_irecv(ops)
-        return [call(tensor, peer, group=group, tag=tag) for call, tensor, peer, tag in calls]
+        return [_start(*each, group) for each in calls]
+
+
+class _Staged:
+    """A message through host memory; on its device once it was waited for."""
+
+    def __init__(self, work: Any, host: Tensor, into: Tensor | None) -> None:
+        self._work, self._host, self._into = work, host, into
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._into is not None:
+            self._into.copy_(self._host)
+
+
+def _start(call: Any, tensor: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> Any:
+    if tensor.device.type == "cpu":
+        return call(tensor, peer, group=group, tag=tag)
+    sends = call is dist.isend
+    host = tensor.cpu() if sends else torch.empty_like(tensor, device="cpu")
+    return _Staged(call(host, peer, group=group, tag=tag), host, None if sends else tensor)

@@ -243,7 +243,7 @@ def reduce_codes(
 def _all_to_all(rows: Tensor, ranks: Sequence[int], own: int, comm: Comm, tag: int) -> Pending:
     """Send row i to the i-th of `ranks`, this one being number `own`; rows come in their order."""
     arrived = torch.empty_like(rows)
-    if comm.backend == "nccl":
+    if comm.algorithms.untagged:
         # No two ranks of a node share a column, so others than these get nothing.
         sizes = [len(rows) // len(ranks) if rank in ranks else 0 for rank in range(comm.size)]
         work = dist.all_to_all_single(arrived, rows, sizes, sizes, comm.group, async_op=True)
