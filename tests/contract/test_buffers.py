@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -102,6 +105,20 @@ def _trains_as_ddp(kind: type[nn.Module], stage: int) -> list[bool]:
 def test_a_branch_that_one_rank_takes(stage: int) -> None:
     first, other = run_ranks(2, _trains_as_ddp, Restarting, stage)
     assert any(one != another for one, another in zip(first, other, strict=True))
+
+
+def _groups_made(backends: str) -> int:
+    with (
+        patch("zerofx.runtime.buffers.dist.get_backend_config", return_value=backends),
+        patch.object(dist, "new_group", wraps=dist.new_group) as made,
+    ):
+        _trains_as_ddp(Restarting, 3)
+    return made.call_count
+
+
+def test_ranks_ask_each_other_over_gloo_where_nccl_is_alone() -> None:
+    assert run_ranks(2, _groups_made, "cuda:nccl") == [1] * 2
+    assert run_ranks(2, _groups_made, "cpu:gloo,cuda:nccl") == [0] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.contract.loops import close, compiled, data, full, net, same, train, twin
 from tests.ranks import run_ranks
@@ -96,3 +97,57 @@ def _copied(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_foreach_copies(stage: int) -> None:
     run_ranks(2, _copied, stage)
+
+
+FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-3, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "eps": 1e-3}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+def _fused(stage: int) -> None:
+    for name, (build, options) in FUSED.items():
+        for early in (True, False):
+            model, ddp = net(), twin(net())
+            run = compiled(model, stage)
+            if not early:
+                with torch.no_grad():
+                    run(*data(0))
+            optimizer = build(model.parameters(), fused=True, **options)
+            got = train(run, optimizer, 3)
+            want = train(ddp, build(ddp.parameters(), foreach=False, **options), 3)
+            close(torch.tensor(got), torch.tensor(want), f"losses with {name}", rtol=1e-5)
+            same(model, ddp, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fused(stage: int) -> None:
+    run_ranks(2, _fused, stage)
+
+
+def _saved_apart(stage: int) -> None:
+    """GPU kernels count writes of the tensors that they are given; autograd must not hear of it."""
+
+    def as_on_a_gpu(written: list[torch.Tensor], number: float) -> None:
+        torch._foreach_add_(written, number)
+        torch.autograd.graph.increment_version(written)
+
+    model = net()
+    compiled(model, stage)(*data(0))
+    params = list(model.parameters())
+    locals_ = [param._local_tensor for param in params]
+    before = [local._version for local in locals_], [param._version for param in params]
+    wanted = [local + 1 for local in locals_]
+    add = torch.ops.aten._foreach_add_.Scalar
+    with torch.no_grad():
+        DTensor._op_dispatcher._custom_op_handlers[add](as_on_a_gpu, (params, 1.0), {})
+    assert [local._version for local in locals_] == before[0]
+    assert [param._version for param in params] == [count + 1 for count in before[1]]
+    assert all(map(torch.equal, locals_, wanted))
+
+
+def test_counters_of_local_tensors_stay() -> None:
+    run_ranks(2, _saved_apart, 3)

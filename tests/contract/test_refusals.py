@@ -148,11 +148,9 @@ def test_process_groups() -> None:
 
 
 def _optimizers() -> None:
-    fused = functools.partial(torch.optim.SGD, fused=True)
     for kind, name in (
         (LBFGS, "LBFGS"),
         (Adafactor, "Adafactor"),
-        (fused, "SGD(fused=True)"),
         (torch.optim.Rprop, "Rprop(capturable=False)"),
         (functools.partial(torch.optim.Rprop, foreach=True), "OwnerOptimizer(params"),
     ):

@@ -20,10 +20,12 @@ from zerofx.torch_private import (
     count_foreach_writes,
     foreach_by_default,
     read_scalars_whole,
+    update_local_tensors,
 )
 
 # Updates by hand, averages of weights, Rprop; `zero_grad(set_to_none=False)` drops held-back sums.
 count_foreach_writes()
+update_local_tensors()
 foreach_by_default(*KINDS)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Optimizer, Rprop
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from zerofx.errors import StaleHandleError, UnsupportedError
 from zerofx.runtime.params import ParamState
@@ -97,7 +97,7 @@ def _holders(wanted: set[int]) -> Holders:
 
 
 def refuse_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that need whole parameters, or that torch has not taught about `DTensor`s.
+    """Refuse optimizers that need whole parameters, or write where torch cannot with `DTensor`s.
 
     Raises:
         UnsupportedError: names the class.
@@ -107,8 +107,8 @@ def refuse_optimizers(optimizers: list[Optimizer]) -> None:
             raise UnsupportedError(
                 f"optimizer {what} does not work on sharded parameters",
                 "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
-                "element by element; of torch's fused ones, Adam and AdamW. Others, and those that "
-                "need whole matrices, run whole: zerofx.OwnerOptimizer(params, Adafactor)",
+                "element by element. Those that need whole matrices run whole: "
+                "zerofx.OwnerOptimizer(params, Adafactor)",
             )
 
 
@@ -117,8 +117,6 @@ def _needs_more(optimizer: Optimizer) -> str:
     if isinstance(optimizer, LBFGS) or name == Adafactor.__name__:  # transformers has its own
         return name
     groups = optimizer.param_groups
-    if isinstance(optimizer, (SGD, Adagrad)) and any(group.get("fused") for group in groups):
-        return f"{name}(fused=True)"
     if isinstance(optimizer, Rprop) and not all(group.get("capturable") for group in groups):
         return f"{name}(capturable=False)"  # it writes through masks
     return ""

@@ -49,7 +49,11 @@ from zerofx.torch_private.distributed import (
     live_ranks,
     reduce_scatter_flat,
 )
-from zerofx.torch_private.foreach import count_foreach_writes, foreach_by_default
+from zerofx.torch_private.foreach import (
+    count_foreach_writes,
+    foreach_by_default,
+    update_local_tensors,
+)
 from zerofx.torch_private.given import before_forwards, mix_while_tracing, stop_mixing
 from zerofx.torch_private.joint import (
     dynamo_input_of,
@@ -159,6 +163,7 @@ __all__ = [
     "trace_apart",
     "trace_artifact",
     "unwrap_compiled",
+    "update_local_tensors",
     "where_dynamo_stopped",
     "why_graph_ended",
     "with_local",

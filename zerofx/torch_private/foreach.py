@@ -1,4 +1,4 @@
-"""`torch._foreach_…_` over `DTensor`s, which torch runs without counting writes, or not at all."""
+"""Functions of many tensors over `DTensor`s: torch counts no writes, or has no rule, or is slow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ def count_foreach_writes() -> None:
     Where operands lie alike they run on the local tensors; elsewhere, for plain operands (torch has
     no rule for them), and for those functions that torch has no rule for, one by one.
     """
-    for op in _in_place():
+    for op in _in_place("_foreach_"):
         DTensor._op_dispatcher._custom_op_handlers[op] = _write
+
+
+def update_local_tensors() -> None:
+    """Let fused optimizers run on local tensors; torch's way costs 10 µs a parameter more."""
+    for op in _in_place("_fused_"):
+        DTensor._op_dispatcher._custom_op_handlers[op] = _update
 
 
 def foreach_by_default(*kinds: type[DTensor]) -> None:
@@ -28,10 +34,10 @@ def foreach_by_default(*kinds: type[DTensor]) -> None:
         supported.extend(kinds)
 
 
-def _in_place() -> Iterator[Any]:
+def _in_place(prefix: str) -> Iterator[Any]:
     for full_name in torch._C._dispatch_get_all_op_names():
         name, _, overload = full_name.removeprefix("aten::").partition(".")
-        if name.startswith("_foreach_") and name.endswith("_"):
+        if name.startswith(prefix) and name.endswith("_"):
             yield getattr(getattr(torch.ops.aten, name), overload or "default")
 
 
@@ -43,8 +49,28 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = op._schema.name.removeprefix("aten::_foreach_")
         for place, tensor in enumerate(written):
             _write_one(name, tensor, [_at(place, arg) for arg in args[1:]], kwargs)
+    _count(written)
+
+
+def _update(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    params, grads, *rest = args
+    grads = [_laid_as(param, grad) for param, grad in zip(params, grads, strict=True)]
+    if not all(_meet(params, state) for state in rest):
+        raise RuntimeError("an optimizer's state does not lie as the parameters that it is of")
+    kwargs = {name: _local(value) for name, value in kwargs.items()}
+    op(_local(params), _local(grads), *map(_local, rest), **kwargs)
+    _count(params)
+
+
+def _count(written: Sequence[Tensor]) -> None:
     counted = [each for each in written if not each.is_inference()]
     torch.autograd.graph.increment_version(counted)
+
+
+def _laid_as(param: Tensor, grad: Tensor) -> Tensor:
+    if _lies_as(param, grad) or not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+        return grad
+    return grad.redistribute(param.device_mesh, param.placements)
 
 
 def _write_one(name: str, tensor: Tensor, operands: list[Any], kwargs: dict[str, Any]) -> None:
@@ -66,14 +92,16 @@ def _lie_alike(args: tuple[Any, ...]) -> bool:
     written, *others = (arg for arg in args if isinstance(arg, Sequence))
     layouts = {each._spec.placements for each in written if isinstance(each, DTensor)}
     return all(how.is_shard() or how.is_replicate() for each in layouts for how in each) and all(
-        _lies_as(one, other)
-        for operands in others
-        for one, other in zip(written, operands, strict=False)
+        _meet(written, operands) for operands in others
     )
 
 
+def _meet(written: Sequence[Tensor], operands: Sequence[Any]) -> bool:
+    return all(_lies_as(one, other) for one, other in zip(written, operands, strict=False))
+
+
 def _lies_as(one: Tensor, other: Any) -> bool:
-    if not isinstance(other, Tensor):
+    if not isinstance(other, Tensor) or (not other.ndim and type(other) is Tensor):
         return True  # a number
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return isinstance(one, DTensor) is isinstance(other, DTensor)
@@ -86,5 +114,7 @@ def _lies_as(one: Tensor, other: Any) -> bool:
 
 def _local(operand: Any) -> Any:
     if isinstance(operand, Sequence):
-        return [each._local_tensor if isinstance(each, DTensor) else each for each in operand]
+        # On GPUs foreach functions count writes of what they are given: of its own, a counter does
+        # not tell autograd that a shard which it saved is another now.
+        return [each._local_tensor.data if isinstance(each, DTensor) else each for each in operand]
     return operand.full_tensor() if isinstance(operand, DTensor) else operand
