@@ -14,10 +14,12 @@ installed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -101,7 +103,7 @@ def _gaussian(numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def _specs(codec: Codec, numel: int) -> dict[str, KernelSpec]:
+def specs_of(codec: Codec, numel: int) -> dict[str, KernelSpec]:
     """One kernel of each family for `numel` numbers; the repack averages as many as it can read."""
     parcels = Parcels((Member("x", numel, numel // _SOURCES, torch.float32),), codec, _SOURCES)
     blocks = numel // codec.block // _SOURCES
@@ -117,13 +119,13 @@ def _cpu_speeds(codecs: Sequence[Codec], numel: int, args: argparse.Namespace) -
     table = Table(*columns, title=f"one CPU thread, {numel * 4 >> 20} MiB")
     for codec in codecs:
         times: dict[str, float] = {}
-        for name, spec in _specs(codec, numel).items():
+        for name, spec in specs_of(codec, numel).items():
             size = operand_bytes(spec)
-            run = _call(Reference(spec, compiled=True), spec, torch.device("cpu"))
-            best, copy = _best(run, args.repeats), _best(_copying(size, "cpu"), args.repeats)
+            run = call_of(Reference(spec, compiled=True), spec, torch.device("cpu"))
+            best, copy = _best(run, args.repeats), _best(copying(size, "cpu"), args.repeats)
             times[name] = best
             table.add_row(codec.name, name, f"{best * 1e3:.2f}", *_rates(size, copy, best))
-        spared = 4 * numel - _specs(codec, numel)["pack"].outputs[0][0][1] * _SOURCES
+        spared = 4 * numel - specs_of(codec, numel)["pack"].outputs[0][0][1] * _SOURCES
         link = spared * 8 / args.gbit / 1e9
         cost = times["pack"] + times["unpack"]
         table.add_row("", "pack + unpack", f"{cost * 1e3:.2f}", "", "", "", f"{link * 1e3:.0f} ms")
@@ -135,25 +137,18 @@ def _rates(size: int, copy: float, best: float) -> list[str]:
 
 
 def _cuda_speeds(codecs: Sequence[Codec], numel: int) -> Table:
-    """Medians in CUDA graphs: launching from Python may take longer than a kernel."""
-    from triton.testing import do_bench_cudagraph
-
-    def seconds(run: Callable[[], object]) -> float:
-        run()
-        return do_bench_cudagraph(run, rep=50, return_mode="median") / 1e3
-
     title = f"{torch.cuda.get_device_name()}, {numel * 4 >> 20} MiB"
     table = Table("codec", "kernel", "by", "ms", "copy", "GB/s", "of copy", title=title)
     folder = Path(tempfile.mkdtemp(prefix="zerofx-kernels-"))
     for codec in codecs:
         runs: list[tuple[str, str, Callable[[], object], int]] = []
-        for name, spec in _specs(codec, numel).items():
+        for name, spec in specs_of(codec, numel).items():
             size = operand_bytes(spec)
             for who, kernel in (
                 ("zerofx", TritonKernel.build(spec, folder)),
                 ("Inductor", Reference(spec, compiled=True)),
             ):
-                runs.append((name, who, _call(kernel, spec, torch.device("cuda")), size))
+                runs.append((name, who, call_of(kernel, spec, torch.device("cuda")), size))
         for library, peers in PEERS.items():
             try:
                 runs += [
@@ -162,15 +157,23 @@ def _cuda_speeds(codecs: Sequence[Codec], numel: int) -> Table:
             except Exception as error:
                 table.add_row(codec.name, "", library, f"failed: {type(error).__name__}")
         for name, who, run, size in sorted(runs, key=lambda each: each[0]):
-            best, copy = seconds(run), seconds(_copying(size, "cuda"))
+            best, copy = graph_seconds(run), graph_seconds(copying(size, "cuda"))
             rates = _rates(size, copy, best)
             table.add_row(codec.name, name, who, f"{best * 1e3:.3f}", *rates)
     return table
 
 
-def _call(
+def graph_seconds(run: Callable[[], object]) -> float:
+    """Median in CUDA graphs: launching from Python may take longer than a kernel."""
+    testing: Any = importlib.import_module("triton.testing")
+    run()
+    return testing.do_bench_cudagraph(run, rep=50, return_mode="median") / 1e3
+
+
+def call_of(
     kernel: Callable[[list[Tensor], list[Tensor]], None], spec: KernelSpec, device: torch.device
 ) -> Callable[[], object]:
+    """A call of `kernel` on operands of its own."""
     inputs = [_filled(shape, dtype, device) for shape, dtype in spec.inputs]
     outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs]
     return lambda: kernel(inputs, outputs)
@@ -183,7 +186,7 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _copying(size: int, device: str) -> Callable[[], object]:
+def copying(size: int, device: str) -> Callable[[], object]:
     """A copy that reads and writes `size` bytes together."""
     source = torch.ones(size // 8, device=device)
     target = torch.empty_like(source)

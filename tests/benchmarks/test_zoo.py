@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.compare.zoo import MODELS, batches, build
 
-SIZES = {"gpt": 27.3, "tiny": 0.55, "llama": 19.7, "t5": 22.8, "cnn": 20.7}
+SIZES = {"gpt": 27.3, "tiny": 0.55, "llama": 19.7, "t5": 22.8, "cnn": 20.7, "large": 93.4}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels import call_of, copying, graph_seconds, specs_of
 from tests.codegen.cases import CASES, SHAPES
 from tests.codegen.strategies import outputs_for, values_for, wires_for
 from tests.gpu.backends import NEEDS_CUDA
@@ -14,6 +15,7 @@ from zerofx.codegen.build import TritonKernel
 from zerofx.codegen.kernels import kernel_for
 from zerofx.codegen.reference import Reference
 from zerofx.ir.kernels import Pack, operand_bytes
+from zerofx.ir.parcels import Codec
 
 pytestmark = NEEDS_CUDA
 
@@ -35,3 +37,15 @@ def test_cuda_writes_the_bits_of_the_reference(name: str, tmp_path: Path) -> Non
     kernel([each.to(device) for each in inputs], outputs, 5)
     for got, want in zip(outputs, wanted, strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+FAST = [(code, name) for code in ("int8", "int4", "fp8") for name in ("pack", "unpack")]
+
+
+@pytest.mark.parametrize(("code", "name"), [*FAST, ("int8", "repack")])
+def test_at_least_85_percent_of_a_copy(code: str, name: str, tmp_path: Path) -> None:
+    """Repacks of int4 and fp8 are bound by arithmetic; see `docs/kernels.md`."""
+    spec, device = specs_of(Codec(code), 1 << 28)[name], torch.device("cuda")  # type: ignore[arg-type]
+    run = call_of(TritonKernel.build(spec, tmp_path), spec, device)
+    copy = graph_seconds(copying(operand_bytes(spec), "cuda"))
+    assert graph_seconds(run) <= copy / 0.85

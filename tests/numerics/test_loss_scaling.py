@@ -104,7 +104,7 @@ def sharded(stage: int, clip: float | None, autocast: bool) -> tuple[list[float]
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_scales_and_skipped_steps_are_those_ofone_process(stage: int, autocast: bool) -> None:
+def test_scales_and_skipped_steps_are_those_of_one_process(stage: int, autocast: bool) -> None:
     wanted = one_process(None, autocast)
     assert len(set(wanted[0])) > 3, "the scale moves"
     halved = [step for step in range(1, STEPS) if wanted[0][step] < wanted[0][step - 1]]

@@ -10,7 +10,8 @@ from zerofx.ir.parcels import Codec, Member
 NUM_WARPS = 4
 _TILE_NUMEL = 4096
 """Elements of a tile: 32 for each thread, which fits its registers with room for loads ahead; half
-as many with errors beside them."""
+as many with errors beside them, and in repacks, which load from all sources at once, if that leaves
+16 bytes for a thread to load: not of halves of blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +74,9 @@ def tiling_of(spec: KernelSpec) -> Tiling:
     """Tiles of a kernel."""
     codecs = codecs_of(spec)
     # One row alone would make scalars of pointers.
-    rows = max(2, _TILE_NUMEL // (2 if errors_of(spec) else 1) // codecs[0].block)
     num_parts = 2 if "int4" in (codec.code for codec in codecs) else 1
+    halved = errors_of(spec) or (isinstance(spec, Repack) and num_parts == 1)
+    rows = max(2, _TILE_NUMEL // (2 if halved else 1) // codecs[0].block)
     wide = operand_bytes(spec) >= 2**31
     if isinstance(spec, Repack):
         num_tiles = -(-spec.num_blocks // rows)
