@@ -59,6 +59,36 @@ def test_clipping_by_norm_and_by_value(stage: int) -> None:
     run_ranks(2, _clipped, stage)
 
 
+def _clip_adaptively(module: nn.Module, factor: float) -> None:
+    """Brock et al. 2021 (arXiv 2102.06171), with the operations that timm's function has."""
+
+    def norm_of_units(x: torch.Tensor) -> torch.Tensor:
+        return x.norm() if x.ndim < 2 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+    for param in module.parameters():
+        assert param.grad is not None
+        value, grad = param.detach(), param.grad.detach()
+        most = norm_of_units(value).clamp_(min=1e-3).mul_(factor)
+        norm = norm_of_units(grad)
+        clipped = grad * (most / norm.clamp(min=1e-6))
+        grad.copy_(torch.where(norm < most, grad, clipped))
+
+
+def _adaptive(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    for forward, module in ((compiled(model, stage), model), (ddp, ddp)):
+        forward(*data(0)).backward()
+        before = full(next(module.parameters()).grad).clone()
+        _clip_adaptively(module, 0.01)
+        assert not torch.equal(full(next(module.parameters()).grad), before)
+    _same_gradients(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adaptive_clipping(stage: int) -> None:
+    run_ranks(2, _adaptive, stage)
+
+
 def _grouped(stage: int) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         decayed = [param for param in model.parameters() if param.ndim > 1]

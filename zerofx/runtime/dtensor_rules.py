@@ -17,6 +17,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from zerofx.runtime.handles import sessions_on
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
+    clamp_whole,
     count_foreach_writes,
     foreach_by_default,
     read_scalars_whole,
@@ -38,8 +39,10 @@ def _global_value(number: DTensor) -> Tensor:
         return number.full_tensor()
 
 
-# Clipping by hand, and skipping steps that overflow, ask for norms.
+# Clipping by hand, and skipping steps that overflow, ask for norms; timm's adaptive clipping clamps
+# them where they are.
 read_scalars_whole(_global_value)
+clamp_whole()
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,6 +94,23 @@ def stated_dtype(value: DTensor) -> torch.dtype:
     """
     meta = value._spec.tensor_meta
     return value.dtype if meta is None else meta.dtype
+
+
+def clamp_whole() -> None:
+    """Let `norm.clamp_(…)` mean the norm of the whole tensor, where torch refuses: of parts."""
+    for name in ("clamp_", "clamp_min_", "clamp_max_"):
+        DTensor._op_dispatcher._custom_op_handlers[getattr(torch.ops.aten, name).default] = _clamp
+
+
+def _clamp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    value: DTensor = args[0]
+    spec = value._spec
+    if any(how.is_partial() for how in spec.placements):
+        whole = [Replicate() if how.is_partial() else how for how in spec.placements]
+        settled = value.redistribute(value.device_mesh, whole)
+        value._local_tensor, value._spec = settled._local_tensor, settled._spec
+    op(value._local_tensor, *args[1:], **kwargs)
+    return value
 
 
 def read_scalars_whole(gather: Callable[[DTensor], Tensor]) -> None:
