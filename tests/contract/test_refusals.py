@@ -140,6 +140,13 @@ def _groups() -> None:
     with no_group, refused(*words, kind=UnsupportedError):
         compiled(model, 3)(*inputs)
     still_plain(model)
+    for backend in ("zero3", "zero"):
+        nccl = patch.object(dist, "get_backend_config", return_value="cuda:nccl")
+        run = torch.compile(model, backend=backend, options=FAST)
+        with nccl, refused("on cpu", "cuda:nccl", "model.to(device)"):
+            run(*inputs)
+        still_plain(model)
+        torch.compiler.reset()
     train(compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -24,8 +24,9 @@ from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import ShardingError
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
 from zerofx.frontend.resident import resident_of
+from zerofx.runtime.comm import backend_for
 from zerofx.runtime.members import members, new_key, ranks_of
-from zerofx.torch_private import backend_of, default_store
+from zerofx.torch_private import default_store
 
 _log = logging.getLogger(__name__)
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
@@ -114,7 +115,7 @@ def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
     group = dist.group.WORLD
     assert group is not None
     device = rehearsal.device
-    algorithms = algorithms_for(backend_of(group, device), device.type, num_ranks, num_ranks)
+    algorithms = algorithms_for(backend_for(group, device), device.type, num_ranks, num_ranks)
     peaks = predicted_peaks(rehearsal, config, num_ranks, algorithms)
     listed = ", ".join(f"zero{stage} {peak / 1e9:.3g} GB" for stage, peak in peaks.items())
     fitting: list[Stage] = [stage for stage, peak in peaks.items() if peak <= room]

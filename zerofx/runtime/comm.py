@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.cost.comm import Algorithms, algorithms_for
+from zerofx.errors import UnsupportedError
 from zerofx.torch_private import backend_of
 
 
@@ -73,11 +74,27 @@ def make_comm(group: dist.ProcessGroup, device: torch.device, ranks_per_node: in
         device: of the tensors.
         ranks_per_node: global ranks that share a node are neighbours; the same on all ranks.
     """
-    backend = backend_of(group, device)
+    backend = backend_for(group, device)
     ranks = tuple(dist.get_process_group_ranks(group))
     node_size = node_size_of(ranks, ranks_per_node)
     algorithms = algorithms_for(backend, device.type, len(ranks), node_size)
     return Comm(group, backend, dist.get_rank(group), ranks, algorithms, node_size)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves tensors on `device`.
+
+    Raises:
+        UnsupportedError: none does: a model was left on the CPU, say, beside NCCL.
+    """
+    served = dist.get_backend_config(group)
+    if device.type not in {each.partition(":")[0] for each in served.split(",")}:
+        raise UnsupportedError(
+            f"the model is on {device.type}, which the process group does not serve ({served})",
+            "move the model to this rank's device before its first forward: model.to(device); or "
+            "leave the backend out: torch.distributed.init_process_group()",
+        )
+    return backend_of(group, device)
 
 
 def node_size_of(ranks: Sequence[int], ranks_per_node: int) -> int:
