@@ -107,9 +107,9 @@ def test_a_branch_that_one_rank_takes(stage: int) -> None:
     assert any(one != another for one, another in zip(first, other, strict=True))
 
 
-def _groups_made(backends: str) -> int:
+def _groups_made(on_cpus: bool) -> int:
     with (
-        patch("zerofx.runtime.buffers.dist.get_backend_config", return_value=backends),
+        patch("zerofx.runtime.buffers.serves", return_value=on_cpus),
         patch.object(dist, "new_group", wraps=dist.new_group) as made,
     ):
         _trains_as_ddp(Restarting, 3)
@@ -117,8 +117,8 @@ def _groups_made(backends: str) -> int:
 
 
 def test_ranks_ask_each_other_over_gloo_where_nccl_is_alone() -> None:
-    assert run_ranks(2, _groups_made, "cuda:nccl") == [1] * 2
-    assert run_ranks(2, _groups_made, "cpu:gloo,cuda:nccl") == [0] * 2
+    assert run_ranks(2, _groups_made, False) == [1] * 2
+    assert run_ranks(2, _groups_made, True) == [0] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.runtime import collectives
-from zerofx.runtime.comm import Comm
+from zerofx.runtime.comm import Comm, serves
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -110,7 +110,7 @@ class BufferSync:
 
 def _group_on_cpus(world: Comm) -> dist.ProcessGroup:
     """Of all ranks of a model; NCCL would answer only when the GPU is done with what it does."""
-    if "cpu" in dist.get_backend_config(world.group):
+    if serves(world.group, "cpu"):
         return world.group
     some = world.size < dist.get_world_size()
     made = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=some)

@@ -87,14 +87,20 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
     Raises:
         UnsupportedError: none does: a model was left on the CPU, say, beside NCCL.
     """
-    served = dist.get_backend_config(group)
-    if device.type not in {each.partition(":")[0] for each in served.split(",")}:
+    if not serves(group, device.type):
         raise UnsupportedError(
-            f"the model is on {device.type}, which the process group does not serve ({served})",
+            f"the model is on {device.type}, which the process group does not serve "
+            f"({dist.get_backend_config(group)})",
             "move the model to this rank's device before its first forward: model.to(device); or "
             "leave the backend out: torch.distributed.init_process_group()",
         )
     return backend_of(group, device)
+
+
+def serves(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether a backend of `group` takes tensors on devices of that type."""
+    backends = dist.get_backend_config(group).split(",")
+    return device_type in {each.partition(":")[0] for each in backends}
 
 
 def node_size_of(ranks: Sequence[int], ranks_per_node: int) -> int:
