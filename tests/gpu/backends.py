@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 GLOO = "cpu:gloo,cuda:gloo"
 NCCL = "cpu:gloo,cuda:nccl"
@@ -23,8 +26,20 @@ def ranks_may_share() -> bool:
     if not torch.cuda.is_available():
         return False
     version = ctypes.c_int()  # torch tells the one that it was built with
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    with contextlib.suppress(OSError):  # some builds of torch have it inside
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     return version.value >= 23000
+
+
+@contextlib.contextmanager
+def alone_over_nccl() -> Iterator[None]:
+    """A process group of this process, and nothing left of what it compiled."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
 
 
 BACKENDS = [

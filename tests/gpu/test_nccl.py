@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.gpu.backends import GLOO, NEEDS_CUDA
+from tests.gpu.backends import GLOO, NEEDS_CUDA, alone_over_nccl
 from tests.models import batch, make
 from tests.ranks import run_ranks
 
@@ -61,26 +61,18 @@ def test_a_capturable_optimizer(stage: int) -> None:
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_nccl_at_world_size_one(stage: int, inner: str) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone_over_nccl():
         plain = make("gpt", torch.float32).cuda()
         model = copy.deepcopy(plain)
         compiled = torch.compile(model, backend=f"zero{stage}", options={"inner": inner})
         assert losses(model, compiled, 0) == pytest.approx(losses(plain, plain, 0), rel=1e-4)
-    finally:
-        torch._dynamo.reset()
-        dist.destroy_process_group()
 
 
 def test_events_time_a_program(tmp_path: Path) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with alone_over_nccl():
         model = make("gpt", torch.float32).cuda()
         options = {"inner": "eager", "dump": str(tmp_path), "measure": 1}
         losses(model, torch.compile(model, backend="zero3", options=options), 0)
-    finally:
-        torch._dynamo.reset()
-        dist.destroy_process_group()
     for region in ("forward", "backward"):
         (path,) = tmp_path.glob(f"graph*/{region}/measured.json")
         found = json.loads(path.read_text())

@@ -6,11 +6,10 @@ import statistics
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.compare.contenders import CONTENDERS
 from benchmarks.compare.zoo import batches, build
-from tests.gpu.backends import NEEDS_CUDA
+from tests.gpu.backends import NEEDS_CUDA, alone_over_nccl
 
 pytestmark = NEEDS_CUDA
 ROUNDS, STEPS = 15, 4
@@ -19,14 +18,12 @@ ROUNDS, STEPS = 15, 4
 @pytest.mark.parametrize("stage", [1, 3])
 def test_at_most_two_percent(stage: int) -> None:
     """The one bar that is a time: a ratio of medians in one process, in turns."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_float32_matmul_precision("high")
     try:
-        times = times_of(["compute", f"zero{stage}"])
+        with alone_over_nccl():
+            times = times_of(["compute", f"zero{stage}"])
     finally:
         torch.set_float32_matmul_precision("highest")
-        torch._dynamo.reset()
-        dist.destroy_process_group()
     plain, ours = (statistics.median(each) for each in times)
     print(f"zero{stage}: {ours:.3f} ms, {ours / plain:.4f} of {plain:.3f} ms")
     assert ours <= 1.02 * plain

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import CheckpointError
-from zerofx.runtime.members import named, ranks_of
+from zerofx.runtime.members import gloo_group, named, ranks_of
 from zerofx.torch_private import default_store
 
 Result = TypeVar("Result")
@@ -67,12 +67,7 @@ class Ranks:
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Another group of these ranks, for a thread; `None` without ranks."""
-        if self.alone:
-            return None
-        some = self.group is not None
-        made = dist.new_group(self.numbers, backend="gloo", use_local_synchronization=some)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+        return None if self.alone else gloo_group(self.numbers)
 
     def _claim(self, path: Path) -> None:
         mine = named(self.numbers)

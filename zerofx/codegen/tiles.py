@@ -73,9 +73,9 @@ def codecs_of(spec: KernelSpec) -> tuple[Codec, Codec]:
 def tiling_of(spec: KernelSpec) -> Tiling:
     """Tiles of a kernel."""
     codecs = codecs_of(spec)
-    # One row alone would make scalars of pointers.
     num_parts = 2 if "int4" in (codec.code for codec in codecs) else 1
     halved = errors_of(spec) or (isinstance(spec, Repack) and num_parts == 1)
+    # One row alone would make scalars of pointers.
     rows = max(2, _TILE_NUMEL // (2 if halved else 1) // codecs[0].block)
     wide = operand_bytes(spec) >= 2**31
     if isinstance(spec, Repack):

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.runtime import collectives
 from zerofx.runtime.comm import Comm, serves
+from zerofx.runtime.members import gloo_group
 
 if TYPE_CHECKING:
     from zerofx.runtime.session import Session
@@ -112,10 +113,7 @@ def _group_on_cpus(world: Comm) -> dist.ProcessGroup:
     """Of all ranks of a model; NCCL would answer only when the GPU is done with what it does."""
     if serves(world.group, "cpu"):
         return world.group
-    some = world.size < dist.get_world_size()
-    made = dist.new_group(list(world.ranks), backend="gloo", use_local_synchronization=some)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return gloo_group(world.ranks)
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:

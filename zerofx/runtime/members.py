@@ -37,6 +37,14 @@ def members(mesh: DeviceMesh | None) -> list[int]:
     return live_ranks(ranks_of(mesh))
 
 
+def gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new group of `ranks`, which all call this, for what the host asks or a thread sends."""
+    some = len(ranks) < dist.get_world_size()
+    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=some)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def new_key(kind: str, ranks: Sequence[int]) -> str:
     """A prefix in the process group's store for what is new on `ranks`, the same on all of them.
 

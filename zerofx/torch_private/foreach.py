@@ -23,7 +23,7 @@ def count_foreach_writes() -> None:
 
 
 def update_local_tensors() -> None:
-    """Let fused optimizers run on local tensors; torch's way costs 10 µs a parameter more."""
+    """Let fused optimizers run on local tensors; torch's way costs 6 µs a parameter more."""
     for op in _in_place("_fused_"):
         DTensor._op_dispatcher._custom_op_handlers[op] = _update
 
@@ -44,7 +44,7 @@ def _in_place(prefix: str) -> Iterator[Any]:
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     written: Sequence[Tensor] = args[0]
     if _lie_alike(args):
-        op(*map(_local, args), **kwargs)
+        op(_apart(written), *map(_local, args[1:]), **kwargs)
     else:
         name = op._schema.name.removeprefix("aten::_foreach_")
         for place, tensor in enumerate(written):
@@ -58,7 +58,7 @@ def _update(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not all(_meet(params, state) for state in rest):
         raise RuntimeError("an optimizer's state does not lie as the parameters that it is of")
     kwargs = {name: _local(value) for name, value in kwargs.items()}
-    op(_local(params), _local(grads), *map(_local, rest), **kwargs)
+    op(_apart(params), *map(_local, (grads, *rest)), **kwargs)
     _count(params)
 
 
@@ -112,9 +112,16 @@ def _lies_as(one: Tensor, other: Any) -> bool:
     return alike and one.shape == other.shape
 
 
+def _apart(written: Sequence[Tensor]) -> list[Tensor]:
+    """Local tensors with counters of their own.
+
+    On GPUs foreach functions count writes of what they are given, and autograd would refuse a shard
+    that it saved.
+    """
+    return [each._local_tensor.data if isinstance(each, DTensor) else each for each in written]
+
+
 def _local(operand: Any) -> Any:
     if isinstance(operand, Sequence):
-        # On GPUs foreach functions count writes of what they are given: of its own, a counter does
-        # not tell autograd that a shard which it saved is another now.
-        return [each._local_tensor.data if isinstance(each, DTensor) else each for each in operand]
+        return [each._local_tensor if isinstance(each, DTensor) else each for each in operand]
     return operand.full_tensor() if isinstance(operand, DTensor) else operand
