@@ -14,12 +14,13 @@ from torch import Tensor
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.cost.tables import Collective, CommCost, CommTable, fit
 from zerofx.runtime.collectives import all_gather, reduce_scatter_mean
-from zerofx.runtime.comm import Comm
-from zerofx.runtime.network import topology_of
+from zerofx.runtime.comm import Comm, topology_of
 from zerofx.runtime.pending import Pending
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 DTYPES = (torch.float32, torch.bfloat16)
+_TRIAL = 4 << 20
+_PAYS = 0.8
 _COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
 
 
@@ -51,6 +52,19 @@ def calibrate(
                 costs.append(CommCost(collective, algorithm, _name(dtype), *fit(points)))
                 report(costs[-1])
     return CommTable(topology_of(comm, device), tuple(costs))
+
+
+def two_hops_pay(comm: Comm, device: torch.device) -> bool:
+    """Try how gathers of `comm` are quicker; all its ranks call this together.
+
+    Two hops halve what crosses between nodes, and end with a hop that nothing hides: they have to
+    be quicker by a fifth. Values depend on how reductions travel (sums of another order), and not
+    on how gathers do.
+    """
+    ways: tuple[Algorithm, ...] = ("point_to_point", "two_hop")
+    points = [_point("all_gather", way, comm, _TRIAL, torch.float32, device, 3) for way in ways]
+    (_, one), (_, two) = points
+    return two < _PAYS * one
 
 
 def algorithms_of(comm: Comm) -> Iterator[Algorithm]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.cost.comm import Algorithms, algorithms_for
+from zerofx.cost.tables import topology
 from zerofx.errors import UnsupportedError
 from zerofx.torch_private import backend_of
 
@@ -95,6 +96,12 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
             "leave the backend out: torch.distributed.init_process_group()",
         )
     return backend_of(group, device)
+
+
+def topology_of(comm: Comm, device: torch.device) -> str:
+    """Name of the table that serves `comm`."""
+    version = str(torch.__version__)
+    return topology(comm.backend, device.type, comm.size, comm.node_size, version)
 
 
 def serves(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.config import ZeroConfig, cache_folder
 from zerofx.cost.machine import Machine
-from zerofx.cost.tables import CommTable, loads, topology
+from zerofx.cost.tables import CommTable, loads
 from zerofx.errors import ConfigError
-from zerofx.runtime.comm import Comm, make_comm
+from zerofx.runtime.calibrate import two_hops_pay
+from zerofx.runtime.comm import Comm, make_comm, topology_of
 from zerofx.runtime.journal import Journal
 
 
@@ -25,23 +26,30 @@ class Network:
     Attributes:
         ranks_per_node: neighbours in the order of global ranks that share a node.
         table: costs of collectives along the axis that shards, if they were measured.
+        one_hop: gathers go from rank to rank between nodes, too: the link does not hold them up.
     """
 
     ranks_per_node: int
     table: CommTable | None = None
+    one_hop: bool = False
 
     def comm(self, group: dist.ProcessGroup, device: torch.device) -> Comm:
         """Describe `group`; the table chooses its algorithms if it is of ranks that lie alike."""
         comm = make_comm(group, device, self.ranks_per_node)
-        if self.table is None or topology_of(comm, device) != self.table.topology:
-            return comm
-        return dataclasses.replace(comm, algorithms=self.table.algorithms())
+        algorithms = comm.algorithms
+        if self.table is not None and topology_of(comm, device) == self.table.topology:
+            algorithms = self.table.algorithms()
+        elif self.one_hop and algorithms.all_gather == "two_hop":
+            algorithms = dataclasses.replace(algorithms, all_gather="point_to_point")
+        return dataclasses.replace(comm, algorithms=algorithms)
 
 
 def agree_on_network(
     journal: Journal, config: ZeroConfig, mesh: DeviceMesh, device: torch.device
 ) -> Network:
     """What was asked for, what torchrun started on the first rank's node, what was measured there.
+
+    Between nodes for which no table is kept, both ways of gathering are tried.
 
     Raises:
         ConfigError: that rank's table cannot be read.
@@ -52,7 +60,8 @@ def agree_on_network(
     path = table_path(topology_of(comm, device))
     text = journal.from_first_rank(path.read_text() if path.exists() else "")
     if not text:
-        return Network(ranks_per_node)
+        one_hop = comm.algorithms.all_gather == "two_hop" and not two_hops_pay(comm, device)
+        return Network(ranks_per_node, one_hop=bool(journal.from_first_rank("1" * one_hop)))
     try:
         return Network(ranks_per_node, loads(text))
     except ValueError as error:
@@ -65,12 +74,6 @@ def agree_on_network(
 def ranks_of_a_node(asked: int | None, num_ranks: int) -> int:
     """What was asked for, else what torchrun started on this node, else all of `num_ranks`."""
     return asked or int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
-
-
-def topology_of(comm: Comm, device: torch.device) -> str:
-    """Name of the table that serves `comm`."""
-    version = str(torch.__version__)
-    return topology(comm.backend, device.type, comm.size, comm.node_size, version)
 
 
 def table_path(topology: str) -> Path:
