@@ -18,6 +18,7 @@ from zerofx.api import (
     no_sync,
     refresh,
     shard,
+    trust,
     unshard,
 )
 from zerofx.config import ZeroConfig
@@ -50,6 +51,7 @@ __all__ = [
     "register_pass",
     "replace",
     "shard",
+    "trust",
     "unshard",
     "without",
 ]

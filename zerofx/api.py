@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.frontend.step_guard import trust
 from zerofx.option_checks import refuse_choosers
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
@@ -26,7 +28,7 @@ from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
-from zerofx.sharding.rows import cut
+from zerofx.sharding.rows import cut, same_bits
 from zerofx.sharding.shard import MakeValues, no_sync_once_sharded, session_of, shard_model
 from zerofx.sharding.weights import Weights
 from zerofx.torch_private import unwrap_compiled
@@ -40,6 +42,7 @@ __all__ = [
     "no_sync",
     "refresh",
     "shard",
+    "trust",
     "unshard",
 ]
 
@@ -142,7 +145,7 @@ def unshard(
 
     Args:
         what: a sharded model, a module inside one, or parameters of one.
-        writeback: whether edits of the values are written to the shards at the end; each rank
+        writeback: whether values that were edited are written to the shards at the end; each rank
             writes its own part, so edit alike on all ranks.
 
     Yields:
@@ -159,11 +162,8 @@ def unshard(
             for name, state in states.items()
         }
     yield values
-    if writeback:
-        with torch.no_grad():
-            for name, state in states.items():
-                state.shard.copy_(local_tensor(cut(values[name], state)))
-                state.dirty = True
+    if writeback and states:
+        _write_back({state: values[name] for name, state in states.items()})
 
 
 def refresh(model: nn.Module) -> None:
@@ -214,6 +214,25 @@ def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState
             [f"a parameter of shape {shape}" for shape in plain],
         )
     return {known[id(param)].spec.name: known[id(param)] for param in params}
+
+
+@torch.no_grad()
+def _write_back(values: dict[ParamState, Tensor]) -> None:
+    """Write what was edited, on any rank: looking alone is no edit of what a backward will read."""
+    shards = {state: local_tensor(cut(value, state)) for state, value in values.items()}
+    session = next(iter(values)).domain.session
+    edited = torch.tensor(
+        [not same_bits(shard, state.shard) for state, shard in shards.items()],
+        dtype=torch.int32,
+        device=session.device,
+    )
+    if session.world.size > 1:
+        with session.recorded("all_reduce", "edited values"):
+            dist.all_reduce(edited, dist.ReduceOp.MAX, group=session.world.group)
+    for (state, shard), is_edited in zip(shards.items(), edited.tolist(), strict=True):
+        if is_edited:
+            state.shard.copy_(shard)
+            state.dirty = True
 
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:

@@ -217,3 +217,15 @@ def _refused(folder: Path) -> None:
 
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     run_ranks(2, _refused, tmp_path / "out")
+
+
+def _cannot_write(folder: Path) -> None:
+    model = zerofx.shard(_llama(0), sharded_by(3))
+    with pytest.raises(CheckpointError, match="NotADirectoryError on rank 0"):
+        export_safetensors(model, folder)
+    export_safetensors(model, folder.parent.parent / "good")
+
+
+def test_what_the_first_rank_cannot_write_all_hear_of(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_ranks(2, _cannot_write, tmp_path / "file" / "model")

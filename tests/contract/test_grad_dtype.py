@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx
-from tests.hard.pair import full
+from tests.hard.pair import draw, full
 from tests.ranks import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -202,6 +202,25 @@ def _copies(stage: int) -> None:
 
 def test_copies_keep_it() -> None:
     run_ranks(2, _copies, 2)
+
+
+def _heard_before() -> list[torch.dtype]:
+    """Hooks of parameters that were there before sharding come after the cast."""
+    model, heard = nn.Linear(7, 9), list[torch.dtype]()
+    handle = model.weight.register_post_accumulate_grad_hook(
+        lambda param: heard.append(cast(Tensor, param.grad).dtype)
+    )
+    zerofx.shard(model, zerofx.ZeroConfig(inner="eager", min_shard_numel=0, grad_dtype=BF16))
+    for run in (model, torch.compile(model, backend="zero3")):
+        cast(Any, run)(draw(4, 7)).sum().backward()
+    handle.remove()
+    model(draw(4, 7)).sum().backward()
+    assert {grad.dtype for grad in _grads(model)} == {BF16}
+    return heard
+
+
+def test_hooks_from_before_hear_of_it() -> None:
+    assert run_ranks(2, _heard_before) == [[BF16, BF16]] * 2
 
 
 def _applied_at_once(param: Tensor) -> Callable[[Tensor], None]:

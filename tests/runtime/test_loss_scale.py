@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zerofx
 from tests.hard.pair import full
@@ -132,3 +135,27 @@ def _overflow_of_one_rank(row: int) -> tuple[list[float], list[bool]]:
 def test_an_overflow_in_bf16_on_one_rank_makes_all_skip(row: int) -> None:
     for sums, skipped in run_ranks(2, _overflow_of_one_rank, row):
         assert sums == [0.0, 0.0] and skipped == [False, True]
+
+
+def _overflow_beside_others() -> bool:
+    """Ranks 1 and 2 have a model, of which 0 and 3 know nothing."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() not in (1, 2):
+        return True
+    assert isinstance(group, dist.ProcessGroup)
+    model, mesh = _Mixed(), DeviceMesh.from_group(group, "cpu")
+    config = zerofx.ZeroConfig(
+        inner="eager", min_shard_numel=8, param_dtype=torch.bfloat16, cast_forward_inputs=False
+    )
+    zerofx.shard(model, dataclasses.replace(config, mesh=mesh))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), FixedScaler("cpu")
+    weights = torch.ones(8, 4)
+    weights[7] = torch.inf
+    scaler.scale(model(weights)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.skipped
+
+
+def test_an_overflow_concerns_the_ranks_of_its_model() -> None:
+    assert run_ranks(4, _overflow_beside_others) == [True] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -44,24 +45,25 @@ def export_safetensors(
             before it is sent.
 
     Raises:
-        CheckpointError: other ranks have saved another model there.
+        CheckpointError: other ranks have saved another model there, or the first cannot write.
     """
     ranks, values = ranks_that_hold(model), _once(model)
     ranks.claim(folder)
     files = split(values, max_shard_bytes, dtype)
-    partial = begin(Path(folder).absolute()) if ranks.is_first else None
+    partial = ranks.agreed(lambda: begin(Path(folder).absolute()))
     for file, names in files.items():
         chosen = {name: cast_floats(values[name], dtype) for name in names}
         content = _collect(chosen, ranks)
-        if partial is not None:
-            save_file(content, partial / file, metadata={"format": "pt"})
+        path = partial / file
+        ranks.agreed(functools.partial(save_file, content, path, metadata={"format": "pt"}))
         del content
-    if partial is not None:
+
+    def finish() -> None:
         write_index(partial, files, values, dtype)
         _write_config(partial, unwrap_compiled(model))
         publish(partial, Path(folder).absolute())
-    if not ranks.alone:
-        dist.barrier(ranks.group)
+
+    ranks.agreed(finish)
 
 
 def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -43,13 +43,20 @@ class Ranks:
         return self.alone or dist.get_rank() == self.numbers[0]
 
     def agreed(self, look: Callable[[], Result]) -> Result:
-        """The first rank looks, for all: what it returns or raises, every rank does."""
+        """The first rank looks, for all: what it returns or raises, every rank does.
+
+        Raises:
+            CheckpointError: on all ranks, what the first raised, or instead of it.
+        """
         verdict: list[Any] = [None, None]
         if self.is_first:
             try:
                 verdict[0] = look()
             except CheckpointError as error:
                 verdict[1] = error
+            except Exception as error:  # a full disk, no permission: the others must not wait
+                said = f"{type(error).__name__} on rank {dist.get_rank()}: {error}"
+                verdict[1] = CheckpointError(said).with_traceback(error.__traceback__)
         if not self.alone:
             dist.broadcast_object_list(verdict, self.numbers[0], group=self.group)
         if verdict[1] is not None:

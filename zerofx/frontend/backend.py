@@ -27,6 +27,7 @@ from zerofx.frontend.roots import (
 from zerofx.frontend.watch import GraphWatcher, watcher_of
 from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.session import Session
 from zerofx.sharding import assignments
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of
@@ -124,7 +125,8 @@ def _shard_and_compile(
         stage = _stage_for(module, inputs, root, options)
         config = with_registered(config_from_options(stage, _options_at(stage, options)))
     else:
-        config = config_of(stage, options)
+        session = session_of(root) if root is not None else None
+        config = _as_sharded(session, stage, options) or config_of(stage, options)
     compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     if root is not None:
         shard_root(root, config)
@@ -132,9 +134,8 @@ def _shard_and_compile(
         restart_dynamo()
     find_missing_roots(live_sessions())
     described = describe_inputs(inputs)
-    if described.session is not None and not options:
-        # Sharded by zerofx.shard, whose options hold wherever the model is compiled.
-        config = with_registered(dataclasses.replace(described.session.config, stage=stage))
+    if (given := _as_sharded(described.session, stage, options)) is not None:
+        config = given
         compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     _check_options(described, config)
     watcher = watcher_of(module, described.session)
@@ -142,6 +143,15 @@ def _shard_and_compile(
     if watcher is not None:
         compiled = _told(compiled, watcher)
     return _with_same_passes(compiled) if described.session is not None else compiled
+
+
+def _as_sharded(
+    session: Session | None, stage: Stage, options: Mapping[str, Any] | None
+) -> ZeroConfig | None:
+    """The options of `zerofx.shard`, which hold wherever the model is compiled without others."""
+    if session is None or options:
+        return None
+    return with_registered(dataclasses.replace(session.config, stage=stage))
 
 
 def _told(compiled: Compiled, watcher: GraphWatcher) -> Compiled:

@@ -66,7 +66,9 @@ def choose_stage(
     try:
         offers = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
         room = least_memory(offers, given=config.device_memory is not None)
-        stage = _decide(rehearse_graph(module, inputs, root, inner=config.inner), config, room)
+        with torch.inference_mode(False), torch.enable_grad():  # one may evaluate first
+            rehearsal = rehearse_graph(module, inputs, root, inner=config.inner)
+        stage = _decide(rehearsal, config, room)
     except Exception as error:
         store.set(key, f"{type(error).__name__}: {error}")
         raise

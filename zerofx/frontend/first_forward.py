@@ -39,7 +39,11 @@ def install(backends: Mapping[Stage, Any], chooser: Any) -> None:
     def hear(backend: Any, given: Mapping[str, Any], compiled: nn.Module | None) -> bool:
         stages: list[Stage] = [stage for stage, ours in backends.items() if ours is backend]
         try:
-            done = not stages or _shard_first(stages[0], compiled or find_compiled_module(), given)
+            if backend is chooser:  # it shards in the first forward
+                done = compiled is not None and session_of(compiled) is not None
+            else:
+                module = compiled or find_compiled_module()
+                done = not stages or _shard_first(stages[0], module, given)
         except ZeroFxError as error:
             pass_through_dynamo(error)
             raise

@@ -22,15 +22,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zerofx.errors import UnreducedGradientError
+from zerofx.errors import ConfigError, UnreducedGradientError
 from zerofx.frontend.roots import live_modules
 from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
+from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import params_of
-from zerofx.sharding.old_handles import StaleParameter, refuse_optimizers
+from zerofx.sharding.old_handles import StaleParameter, cut_state, refuse_optimizers
+from zerofx.sharding.rows import cut
 
 _REDUCED = "_zerofx_reduced_by_wrapper"
+_TRUSTED = "_zerofx_trusted"
 
 
 def install() -> None:
@@ -38,6 +41,24 @@ def install() -> None:
     untraced: Any = torch.compiler.disable
     register_optimizer_step_pre_hook(untraced(_before_step))
     register_optimizer_step_post_hook(untraced(_after_step))
+
+
+def trust(optimizer: Optimizer) -> None:
+    """Let `optimizer` step over plain parameters, whose gradients zerofx does not average.
+
+    They are averaged by hand, or each rank has a model of its own: a bandit, a probe. Without this
+    such a step is an error where there are several ranks; `DistributedDataParallel` and FSDP are
+    known.
+
+    Raises:
+        ConfigError: it is no optimizer of torch.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer",
+            "pass the optimizer that steps, not what wraps it",
+        )
+    setattr(optimizer, _TRUSTED, True)
 
 
 def _before_step(
@@ -74,6 +95,8 @@ def _check(optimizer: Optimizer) -> None:
         sharded = states_by_param()
         if any(id(param) in sharded for param in params):
             refuse_optimizers([optimizer])
+            if not isinstance(optimizer, OwnerOptimizer):
+                cut_state(optimizer, sharded, cut)
     for session in live_sessions():
         session.refuse_pending(params)
         session.handed_out.refuse_written()
@@ -81,7 +104,7 @@ def _check(optimizer: Optimizer) -> None:
             refuse_non_finite(session, params)
     # With learning rates of zero torch makes optimizer state before a checkpoint is loaded.
     applies = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
-    if dist.get_world_size() > 1 and applies:
+    if dist.get_world_size() > 1 and applies and not hasattr(optimizer, _TRUSTED):
         _refuse_unreduced(params)
     for session in live_sessions():
         if session.config.grad_dtype is not None:
@@ -101,7 +124,9 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
     suspects = {
         id(param)
         for param in plain
-        if param.requires_grad and param.grad is not None and not hasattr(param, _REDUCED)
+        # A tensor that is no parameter is of no model: a temperature, an image that is optimized.
+        if isinstance(param, nn.Parameter) and param.requires_grad
+        if param.grad is not None and not hasattr(param, _REDUCED)
     }
     if not suspects:
         return
@@ -122,7 +147,8 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
             "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "
             "first forward; or, if the reason is one of the others, compile with "
             "torch.compile(model, …), or raise torch._dynamo.config.recompile_limit; models that "
-            "zerofx does not train belong in DistributedDataParallel",
+            "zerofx does not train belong in DistributedDataParallel or, if you average their "
+            "gradients yourself or each rank has its own, zerofx.trust(optimizer)",
             _names(modules, suspects),
         )
 

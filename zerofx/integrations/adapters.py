@@ -7,11 +7,11 @@ import importlib.util
 import os
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from zerofx.checkpoint import full_state_dict
+from zerofx.checkpoint.ranks import ranks_that_hold
 from zerofx.errors import UnsupportedError
 from zerofx.torch_private import unwrap_compiled
 
@@ -19,7 +19,7 @@ from zerofx.torch_private import unwrap_compiled
 def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the adapters of a PEFT model as `PeftModel.from_pretrained` reads them.
 
-    Every rank calls it; rank 0 writes, and holds no full value of the base.
+    Every rank that holds the model calls it; the first writes, and holds no full value of the base.
 
     Raises:
         UnsupportedError: the model has no adapters.
@@ -31,7 +31,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             "make it with peft.get_peft_model, or use zerofx.checkpoint.export_safetensors",
         )
     plain: Any = unwrap_compiled(model)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if ranks_that_hold(model).is_first:
         plain.save_pretrained(folder, state_dict=state)
 
 

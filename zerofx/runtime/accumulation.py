@@ -12,7 +12,12 @@ from torch import Tensor
 from zerofx.errors import UnreducedGradientError, UnsupportedError
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
-from zerofx.torch_private import backward_id, call_after_backward, inside_reentrant_checkpoint
+from zerofx.torch_private import (
+    adds_to_grad,
+    backward_id,
+    call_after_backward,
+    inside_reentrant_checkpoint,
+)
 
 Held = Literal["gradients", "means", "nothing"]
 """Full gradients (stages 0 and 1); means over the shard axis, which replicas have not shared yet
@@ -21,6 +26,9 @@ Held = Literal["gradients", "means", "nothing"]
 
 class Accumulation:
     """Counts backwards, and says which of them hold gradients back.
+
+    Those that add nothing to `.grad` (`torch.autograd.grad`) exchange what they find, and do not
+    count.
 
     Attributes:
         held: what a backward that is not the last of its step holds back.
@@ -37,6 +45,7 @@ class Accumulation:
         self._no_sync_depth = 0
         self._since_exchange = 0
         self._backward = -1
+        self._counts = True
         self.begun = 0
 
     @contextlib.contextmanager
@@ -48,16 +57,26 @@ class Accumulation:
         finally:
             self._no_sync_depth -= 1
 
-    def holds_back(self, what: Held) -> bool:
-        """Whether the backward under way adds `what` to local sums instead of exchanging it."""
-        return what == self.held and self._unfinished()
+    @property
+    def unfinished(self) -> bool:
+        """Whether the backward under way is not the last of its step."""
+        return self._no_sync_depth > 0 or self._since_exchange < self._per_step
+
+    def summed(self, what: Held, states: Sequence[ParamState | None]) -> list[ParamState | None]:
+        """Parameters to or from whose local sums the backward under way takes `what`.
+
+        `None` stands for those to whose `.grad` it adds nothing; nothing at all if none has sums.
+        """
+        known = [state for state in states if state is not None]
+        idle = not self.unfinished and all(state.local_sum.value is None for state in known)
+        if what != self.held or idle:
+            return []
+        mine = [state if state and adds_to_grad(state.param) else None for state in states]
+        return mine if any(mine) else []
 
     def continues(self) -> bool:
         """Whether a backward has ended that was not the last of its step."""
-        return self._since_exchange > (self._backward != -1)
-
-    def _unfinished(self) -> bool:
-        return self._no_sync_depth > 0 or self._since_exchange < self._per_step
+        return self._since_exchange > (self._backward != -1 and self._counts)
 
     def enter(self, states: Sequence[ParamState], leave: Callable[[], None]) -> None:
         """Open the backward pass under way, unless it is open; `leave` runs when it ends.
@@ -75,10 +94,11 @@ class Accumulation:
                 "checkpoint with use_reentrant=False, or hold gradients back with zerofx.no_sync",
             )
         if self._backward != -1:
-            self._since_exchange -= 1  # an exception ended the one before
+            self._since_exchange -= self._counts  # an exception ended the one before
         self._backward, self.begun = current, self.begun + 1
         self._restart_if_cleared(states)
-        self._since_exchange += 1
+        self._counts = any(adds_to_grad(state.param) for state in states)
+        self._since_exchange += self._counts
         call_after_backward(leave)
 
     def leave(self) -> bool:
@@ -88,14 +108,15 @@ class Accumulation:
             Whether gradients were exchanged.
         """
         self._backward = -1
-        unfinished = self._unfinished()
-        if not unfinished:
+        exchanged = self._counts and not self.unfinished
+        if exchanged:
             self._since_exchange = 0
-        return not unfinished or self.held == "nothing"
+        return exchanged or self.held == "nothing"
 
     def stepped(self) -> None:
         """The optimizer used the gradients: the next backward is the first of its step."""
-        self._since_exchange = 0
+        if self._backward == -1:  # one that steps in a backward uses what that exchanges
+            self._since_exchange = 0
 
     def refuse_pending(self, states: Sequence[ParamState], stepped: Iterable[int]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back.
@@ -107,13 +128,11 @@ class Accumulation:
         Raises:
             UnreducedGradientError: names them.
         """
-        self._restart_if_cleared(states)
         about = set(stepped)
-        held = [
-            state.spec.name
-            for state in states
-            if state.pending_grad is not None and id(state.param) in about
-        ]
+        mine = [state for state in states if id(state.param) in about]
+        if mine:
+            self._restart_if_cleared(states)
+        held = [state.spec.name for state in mine if state.local_sum.value is not None]
         if held:
             raise UnreducedGradientError(
                 "an optimizer steps while gradients are held back by no_sync or accumulate",
@@ -124,10 +143,10 @@ class Accumulation:
 
     def _restart_if_cleared(self, states: Sequence[ParamState]) -> None:
         """Forget local sums whose `.grad` the user cleared; if all are gone, count anew."""
-        held = [state for state in states if state.pending_grad is not None]
+        held = [state for state in states if state.local_sum.value is not None]
         for state in held:
-            state.drop_cleared()
-        if held and all(state.pending_grad is None for state in held):
+            state.local_sum.drop_if_cleared()
+        if held and all(state.local_sum.value is None for state in held):
             self._since_exchange = 0
 
 
@@ -137,11 +156,11 @@ def hold(
     """Add to local sums; zeros stand for the results until they are exchanged."""
     for state, grad in zip(states, grads, strict=True):
         if state is not None:
-            state.add_pending(grad)
+            state.local_sum.add(grad)
     return Pending([torch.zeros_like(result) for result in like])
 
 
 def with_held(grad: Tensor, state: ParamState | None) -> Tensor:
     """The gradient plus what earlier backwards held back."""
-    held = state.take_pending() if state is not None else None
+    held = state.local_sum.take() if state is not None else None
     return grad if held is None else held.add_(grad)

@@ -151,19 +151,38 @@ def _greeting(comm: Comm) -> Gather:
     return Gather(torch.empty(comm.size, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8))
 
 
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
+    """Give a tensor, strided as it may be, the values of global rank `source`."""
+    stored = _stored(tensor)
+    wire = stored.contiguous()
+    dist.broadcast(_as_bytes(wire), source, group=group)
+    if wire is not stored:
+        stored.copy_(wire)
+
+
 def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
     """Give every tensor the values of global rank `source`; one message per dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(_stored(tensor))
     for (dtype, _), batch in kinds.items():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
-        wire = flat.view(torch.uint8) if dtype is torch.bool else flat
-        dist.broadcast(wire, source, group=group)
-        values = flat.split([tensor.numel() for tensor in batch])
-        for tensor, value in zip(batch, values, strict=True):
-            tensor.detach().copy_(value.view(tensor.shape))
+        parts = [_as_bytes(tensor) for tensor in batch]
+        wire = torch.cat(parts)
+        if wire.numel():
+            dist.broadcast(wire, source, group=group)
+        for tensor, part in zip(batch, wire.split([part.numel() for part in parts]), strict=True):
+            tensor.copy_(part.view(dtype).view(tensor.shape))
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """A view in which nothing lies twice, as it does in an expanded tensor."""
+    once = (slice(None) if stride else slice(0, 1) for stride in tensor.stride())
+    return tensor.detach()[tuple(once)]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Backends know but some of the dtypes.
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _groups(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:

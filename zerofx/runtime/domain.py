@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,10 @@ class Domain:
         self.shard_comm = shard_comm
         self.replica_comm = replica_comm
         self.secondary = None if node_comm is None else SecondaryShards(node_comm)
-        self._by_storage: dict[int, ParamState] = {}
+        # Weakly: parameters are replaced.
+        self._by_storage: weakref.WeakValueDictionary[int, ParamState] = (
+            weakref.WeakValueDictionary()
+        )
         open_handle(layout.handle, self)
 
     @property
@@ -154,10 +158,10 @@ class Domain:
         states = [self.find(shard) for shard in shards]
         self.session.enter_backward()
         accumulation = self.session.accumulation
-        if accumulation.holds_back("gradients"):
-            return hold(grads, states, shards)
-        if accumulation.held == "gradients":
-            grads = [with_held(grad, state) for grad, state in zip(grads, states, strict=True)]
+        if summed := accumulation.summed("gradients", states):
+            if accumulation.unfinished:
+                return hold(grads, summed, shards)
+            grads = [with_held(grad, state) for grad, state in zip(grads, summed, strict=True)]
         return self.start_mean(grads, states, codes)
 
     def start_mean(
@@ -192,10 +196,10 @@ class Domain:
     def _across(self, means: Sequence[Tensor], states: Sequence[ParamState | None]) -> Pending:
         """The mean over replicas of means over the shard axis; as in MiCS, once a step."""
         accumulation = self.session.accumulation
-        if accumulation.holds_back("means"):
-            return hold(means, states, means)
-        if accumulation.held == "means":
-            means = [with_held(mean, state) for mean, state in zip(means, states, strict=True)]
+        if summed := accumulation.summed("means", states):
+            if accumulation.unfinished:
+                return hold(means, summed, means)
+            means = [with_held(mean, state) for mean, state in zip(means, summed, strict=True)]
         return self._replica_mean(means, ", ".join(map(name_of, states)))
 
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from zerofx.runtime.handles import sessions_on
+from zerofx.runtime.in_place import note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
     clamp_whole,
@@ -25,7 +26,7 @@ from zerofx.torch_private import (
 )
 
 # Updates by hand, averages of weights, Rprop; `zero_grad(set_to_none=False)` drops held-back sums.
-count_foreach_writes()
+count_foreach_writes(note_cleared)
 update_local_tensors()
 foreach_by_default(*KINDS)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from zerofx.errors import UnsupportedError
-from zerofx.runtime.parameter import OWNER
+from zerofx.runtime.ownership import OWNER
 from zerofx.runtime.params import ParamState
 from zerofx.torch_private import PLAIN_RESULTS, kept_by_running_function, storage_key
 

@@ -51,7 +51,8 @@ def find_domain(handle: int) -> Domain | None:
 
 def live_domains() -> list[Domain]:
     """All domains that are alive, oldest first."""
-    return [_domains[handle] for handle in sorted(_domains) if handle in _domains]
+    alive = dict(_domains)  # one may go at any time
+    return [alive[handle] for handle in sorted(alive)]
 
 
 def live_sessions() -> list[Session]:

@@ -32,10 +32,37 @@ NAMES = tuple(name for name in dir(Tensor) if _is_in_place(name))
 """The methods of tensors that write values in place, operators among them."""
 
 
+_CLEARED = "_zerofx_cleared"
+
+
+def times_cleared(value: Tensor) -> int:
+    """How often a tensor was set to zero by `zero_`, through aliases too, since this was asked."""
+    return vars(value).setdefault(_CLEARED, [0])[0]
+
+
+def note_cleared(value: Tensor) -> None:
+    """`value` was set to zero."""
+    if (times := vars(value).get(_CLEARED)) is not None:
+        times[0] += 1
+
+
+def cleared_with(value: Tensor, alias: Tensor) -> None:
+    """What clears `alias` clears `value`."""
+    if (times := vars(value).get(_CLEARED)) is not None:
+        vars(alias)[_CLEARED] = times
+
+
+def _zero_(self: Any) -> Any:
+    note_cleared(self)
+    return DTensor.zero_(self)
+
+
 def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
     """By name, those of a sharded tensor."""
     for name in NAMES:
-        if name != "copy_":
+        if name == "zero_":
+            yield name, _zero_
+        elif name != "copy_":
             yield name, _draws(name) if name in _RANDOM else _takes_full(name)
 
 

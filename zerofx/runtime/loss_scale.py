@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.errors import ConfigError, LossScaleError
-from zerofx.runtime.overflow import mixed_gradients, share_overflow
+from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.params import params_of
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -137,7 +136,6 @@ class GradScaler(FixedScaler):
 
 def _agree(optimizer: torch.optim.Optimizer) -> None:
     """Show an overflow in any rank's shards to all ranks; see `zerofx.runtime.overflow`."""
-    whole, parts = mixed_gradients(params_of(optimizer))
-    if whole and parts:
-        with torch.no_grad():
-            share_overflow(whole, parts, dist.group.WORLD)
+    about = {id(param) for param in params_of(optimizer)}
+    for session in live_sessions():
+        session.share_overflow(state.param for state in session.states if id(state.param) in about)

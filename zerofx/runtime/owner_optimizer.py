@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -92,9 +93,12 @@ class OwnerOptimizer(Optimizer):
             for (state, owner), whole, grad in zip(ready, whole_values, whole_grads, strict=True)
             if owner == session.axes.shard.rank
         }
-        joint = self._writes is None and self._looks_at_others(mine)
+        # Zeros, of which a step makes state before a checkpoint is loaded, tell nothing.
+        tells = self._writes is None and any(bool(grad.any()) for _, grad in mine.values())
+        joint = tells and self._looks_at_others(mine)
         nothing = Written([None] * (len(self.param_groups) + 1), [], joint)
-        self._share(nothing if joint or not mine else self._update(mine), session.axes.shard)
+        wrote = nothing if joint or not mine else self._update(mine)
+        self._share(dataclasses.replace(wrote, tells=tells), session.axes.shard)
         for state, _ in ready:
             self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
         exchange(session, from_owners, "parameters", whole_values, values)
@@ -144,7 +148,7 @@ class OwnerOptimizer(Optimizer):
                 )
             return
         told = tell(mine, comm)
-        if any(entries is not None for each in told for entries in each.entries):
+        if any(each.tells for each in told):
             self._writes = any(each.anything for each in told)
         self._take_over(told)
 
@@ -154,10 +158,7 @@ class OwnerOptimizer(Optimizer):
 
     def _looks_at_others(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> bool:
         """Whether one of these is updated by what others are; a small matrix is asked."""
-        fresh = [param for param in mine if not self.state.get(param)]
-        if not fresh:
-            return False
-        param = min(fresh, key=lambda param: (param.ndim < 2, param.numel()))
+        param = min(mine, key=lambda param: (param.ndim < 2, param.numel()))
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
 
         def make(groups: list[dict[str, Any]]) -> Optimizer:

@@ -35,11 +35,13 @@ class Written:
         lost: what changed and cannot be carried to the next step: numbers and tensors of the
             optimizer itself, state of tensors that are no parameters.
         joint: it updates a parameter by what others are.
+        tells: this is the first step of its kind, by which later ones go.
     """
 
     entries: list[dict[Any, Any] | None]
     lost: list[str]
     joint: bool = False
+    tells: bool = False
 
     @property
     def anything(self) -> bool:

@@ -7,7 +7,6 @@ the shard as it was, and rows that lie on several ranks are copies (`param[0].ze
 
 from __future__ import annotations
 
-import collections
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -15,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils.weak import TensorWeakRef
 
 from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.in_place import everywhere, full, replicated
+from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
     fake_mode_of,
     inside_transform,
@@ -30,40 +29,6 @@ from zerofx.torch_private import (
     storage_key,
 )
 
-OWNER = "_zerofx_owner"
-"""The attribute of a parameter that holds its `Owner`."""
-
-
-class Owner:
-    """Keeps a parameter's state alive with the parameter, for a backward that outlives the model.
-
-    It does not travel in pickles of the parameter alone.
-    """
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self._seen: list[TensorWeakRef] = []
-
-    def show(self, data: Tensor) -> None:
-        """`data` is the parameter's, without autograd."""
-        self._seen = [each for each in self._seen if each() is not None] + [TensorWeakRef(data)]
-
-    def leave(self) -> None:
-        """The parameter gets other data: what showed it keeps the values so far."""
-        for each in self._seen:
-            if (data := each()) is not None:
-                cast(Any, data)._local_tensor = local_tensor(data).clone()
-        self._seen.clear()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return collections.OrderedDict, ()
-
-
-def _owner_of(value: Tensor) -> Owner | None:
-    """`None` for copies and gradients."""
-    found = vars(value).get(OWNER)
-    return found if isinstance(found, Owner) else None
-
 
 class Sharded(DTensor):
     """A `DTensor` that can be written to; what is computed from it is a plain `DTensor`."""
@@ -71,12 +36,12 @@ class Sharded(DTensor):
     @property
     def data(self) -> Tensor:
         """The tensor without autograd, in the same memory; writes to it count as writes to this."""
-        data = _writable(super().detach(), Sharded)
-        if (owner := _owner_of(self)) is not None:
-            owner.show(data)
-        return data
+        if torch.compiler.is_compiling():
+            return _writable(super().detach(), Sharded)
+        return _shown(self)
 
     @data.setter
+    @torch.compiler.disable(reason="a parameter's data is assigned")
     def data(self, value: Tensor) -> None:
         """Copy values in: a `DTensor`, or full values, the same on every rank.
 
@@ -89,7 +54,7 @@ class Sharded(DTensor):
                 f"shape {tuple(value.shape)} and {value.dtype}",
                 "assign a new nn.Parameter to the module's attribute; the next forward shards it",
             )
-        if (owner := _owner_of(self)) is not None:
+        if (owner := owner_of(self)) is not None:
             owner.leave()
         with torch.no_grad():
             self.copy_(value)
@@ -109,7 +74,9 @@ class Sharded(DTensor):
 
     def detach(self) -> Tensor:
         """The same; `nn.Parameter(…)` asks for a value of the same class."""
-        return _writable(super().detach(), type(self))
+        if torch.compiler.is_compiling():
+            return _writable(super().detach(), type(self))
+        return _alias(self, type(self))
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
         """The same, in which draws are one process's: `nn.init.orthogonal_` begins so."""
@@ -173,7 +140,7 @@ class ShardedParameter(Sharded):
 
         torch's takes for granted that all ranks compute the same with it.
         """
-        owner = _owner_of(self)
+        owner = owner_of(self)
         trains = self.requires_grad and torch.is_grad_enabled() and grad_placements is None
         if owner is None or not trains:
             return super().full_tensor(grad_placements=grad_placements)
@@ -285,6 +252,28 @@ def plain(value: DTensor, made: Tensor) -> Tensor:
 def _writable(value: Any, kind: type[Sharded]) -> Any:
     value.__class__ = kind
     return value
+
+
+@torch.compiler.disable()
+def _shown(whole: Sharded) -> Tensor:
+    data: Tensor = _alias(whole, Sharded)
+    if (owner := owner_of(whole)) is not None:
+        owner.show(data)
+    return data
+
+
+@torch.compiler.disable()
+def _alias(whole: Sharded, kind: type[Sharded]) -> Any:
+    """`whole` without autograd; writes to the local tensor of either count as writes to both.
+
+    torch gives it a counter of its own (`dcp.load` writes to local tensors of `state_dict()`), and
+    makes none in inference mode.
+    """
+    with torch.inference_mode(whole.is_inference()):
+        alias = _writable(DTensor.detach(whole), kind)
+        alias._local_tensor = local_tensor(whole).detach()
+    in_place.cleared_with(whole, alias)
+    return alias
 
 
 def make_writable(param: Any) -> None:

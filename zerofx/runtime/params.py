@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,9 @@ from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.chunks import allocate, padded_chunk
 from zerofx.runtime.gradients import hold_gradients_in
-from zerofx.runtime.parameter import OWNER, Owner, local_tensor, make_writable
+from zerofx.runtime.local_sum import LocalSum
+from zerofx.runtime.ownership import OWNER, Owner
+from zerofx.runtime.parameter import local_tensor, make_writable
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
@@ -40,7 +41,7 @@ class ParamState:
             copy, apart from the resident one, which may be gone until the next gather. `None` for
             replicated parameters too.
         dirty: the shard changed since the resident copy was gathered.
-        pending_grad: full local gradient summed while gradients are not synchronised.
+        local_sum: full local gradients that are not exchanged yet.
     """
 
     def __init__(
@@ -54,11 +55,9 @@ class ParamState:
             hold_gradients_in(param, spec.grad_dtype)
         self.buffer = buffer
         self.dirty = False
-        self.pending_grad: Tensor | None = None
+        self.local_sum = LocalSum(param, spec.name)
         self._seen = self.versions()
         vars(param)[OWNER] = Owner(self)
-        self._grad_mark: tuple[int, int, int] | None = None
-        self._watches_grad = False
         domain.register(self)
         domain.session.states.append(self)
 
@@ -135,41 +134,6 @@ class ParamState:
             torch.autograd.graph.increment_version(self.buffer)
         self.dirty = False
         self._seen = self.versions()
-
-    def add_pending(self, grad: Tensor) -> None:
-        """Sum a full local gradient that is not exchanged yet."""
-        self._watch_grad()
-        if self.pending_grad is None:
-            self.pending_grad = grad.clone(memory_format=torch.contiguous_format)
-        else:
-            self.pending_grad += grad
-
-    def take_pending(self) -> Tensor | None:
-        """The local sum so far, which the caller now owns."""
-        pending, self.pending_grad = self.pending_grad, None
-        return pending
-
-    def drop_cleared(self) -> None:
-        """Forget the local sum if the user cleared the gradient since the last backward.
-
-        While gradients are held back `.grad` holds zeros, so that only `zero_grad` touches it.
-        """
-        if self.param.grad is None or self._grad_mark != _mark(self.param.grad):
-            self.pending_grad = None
-
-    def _watch_grad(self) -> None:
-        """Remember `.grad` whenever a backward adds to it."""
-        if self._watches_grad:
-            return
-        self._watches_grad = True
-        mine = weakref.ref(self)
-
-        def mark(param: Tensor) -> None:
-            state = mine()
-            if state is not None:
-                state._grad_mark = _mark(param.grad)
-
-        self.param.register_post_accumulate_grad_hook(mark)
 
     def _own_slot(self) -> Tensor | None:
         if self.buffer is None:
@@ -292,8 +256,3 @@ def as_dtensor(local: Tensor, shape: torch.Size, domain: Domain) -> DTensor:
         placements[-1] = Shard(0)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _mark(grad: Tensor | None) -> tuple[int, int, int] | None:
-    # `zero_` bumps the DTensor's counter, an edit of the local tensor that one's.
-    return None if grad is None else (id(grad), grad._version, local_tensor(grad)._version)

@@ -81,7 +81,8 @@ class Session:
         self.codes = CodeMemory.empty(config.drift_every)
         ranks = members(self.mesh)
         # One rank may copy a model alone: numbers of new models stay in step all the same.
-        self.key = copied.next_copy() if copied is not None else new_key("model", ranks)
+        kind = "model" if network is None else "unpickled model"
+        self.key = copied.next_copy() if copied is not None else new_key(kind, ranks)
         self._num_copies = 0
         self._is_copy = copied is not None
         self.journal = Journal(
@@ -198,6 +199,14 @@ class Session:
         if state.domain.secondary is not None:
             state.domain.secondary.drop(state)
 
+    def drop(self, gone: Iterable[ParamState]) -> None:
+        """Forget parameters that the model no longer has."""
+        dropped = {id(state): state for state in gone}
+        for state in dropped.values():
+            self._forget_values(state)
+            self.codes.frozen.drop(state)
+        self.states[:] = [state for state in self.states if id(state) not in dropped]
+
     def refuse_pending(self, params: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back."""
         self.accumulation.refuse_pending(self.states, map(id, params))
@@ -216,12 +225,13 @@ class Session:
                 self._flush_pending()
             self.codes.errors.backward_ended()
             if self.scales_losses:
-                self._share_overflow()
+                self.share_overflow(state.param for state in self.states)
             if not self._all_tagged():
                 self.journal.check_step()
 
-    def _share_overflow(self) -> None:
-        whole, parts = mixed_gradients(state.param for state in self.states)
+    def share_overflow(self, params: Iterable[Tensor]) -> None:
+        """Show an overflow in any rank's shards of `params` to all ranks of the model."""
+        whole, parts = mixed_gradients(params)
         if whole and parts and self.world.size > 1:
             with self.recorded("all_reduce", "overflow"):
                 share_overflow(whole, parts, self.world.group)
@@ -236,7 +246,7 @@ class Session:
         """Exchange sums of parameters that the last backward of an accumulation did not use."""
         for domain in (self.sharded, self.replicated):
             mine = [state for state in self.states if state.domain is domain]
-            sums = [(state, state.take_pending()) for state in mine]
+            sums = [(state, state.local_sum.take()) for state in mine]
             held = [
                 (s, total) for s, total in sums if total is not None and s.param.grad is not None
             ]

@@ -37,8 +37,7 @@ def _drop(candidates: list[ParamState], session: Session) -> None:
     root = session.root()
     modules = root.modules() if root is not None else ()
     owned = {id(state) for module in modules for state in bound_states(module).values()}
-    gone = {id(state) for state in candidates} - owned
-    session.states[:] = [state for state in session.states if id(state) not in gone]
+    session.drop(state for state in candidates if id(state) not in owned)
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -135,6 +135,22 @@ def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None
         }
 
 
+def cut_state(optimizer: Optimizer, states: Mapping[int, ParamState], cut: Slice) -> None:
+    """Shard a state that lies whole: that of one process, loaded after sharding.
+
+    Args:
+        optimizer: over sharded parameters.
+        states: of these, by `id`.
+        cut: makes this rank's part of a full value.
+    """
+    for param, entries in optimizer.state.items():
+        state = states.get(id(param))
+        whole = [] if state is None else _whole(entries, state)
+        if state is None or not whole:
+            return  # `load_state_dict` gives all of them at once
+        entries.update((key, cut(entries[key], state)) for key in whole)
+
+
 def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
     """Carry Python attributes and hooks over; handles of the hooks stay good."""
     vars(new).update(vars(old))
@@ -143,6 +159,10 @@ def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
         old._backward_hooks = None
     hooks = getattr(old, "_post_accumulate_grad_hooks", None)
     if hooks:
+        # Handles know this dict; what zerofx does to gradients comes before what users do.
+        ours, theirs = dict(getattr(new, "_post_accumulate_grad_hooks", None) or {}), dict(hooks)
+        hooks.clear()
+        hooks.update(ours | theirs)
         new._post_accumulate_grad_hooks = hooks
         setattr(old, "_post_accumulate_grad_hooks", None)  # noqa: B010 (typed as always there)
 
@@ -178,6 +198,11 @@ def _all_tensors(things: Iterable[Any]) -> bool:
 def _new(item: Any, replaced: Replaced) -> Any:
     entry = replaced.get(id(item))
     return item if entry is None else entry[1].param
+
+
+def _whole(entries: Mapping[str, Any], state: ParamState) -> list[str]:
+    """Entries that are plain tensors with the global shape of the parameter."""
+    return [k for k, v in entries.items() if type(v) is Tensor and _lies_like(k, v, state)]
 
 
 def _lies_like(key: str, value: Any, state: ParamState) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -70,18 +69,18 @@ def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         UnsupportedError: names them.
     """
     placed = sorted(
-        (
-            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor)
-            for name, tensor in named
-            if _has_own_range(tensor)
-        ),
-        key=lambda each: each[:3],
+        ((tensor.data_ptr(), name, tensor) for name, tensor in named if _has_memory(tensor)),
+        key=lambda each: each[:2],
     )
-    shared = [
-        " and ".join(sorted((one, other)))
-        for (_, end, one, first), (start, _, other, second) in itertools.pairwise(placed)
-        if start < end and any(isinstance(each, nn.Parameter) for each in (first, second))
-    ]
+    shared: list[str] = []
+    for place, (start, one, first) in enumerate(placed):
+        end = start + _reach(first) * first.element_size()
+        for begin, other, second in placed[place + 1 :]:
+            if begin >= end:
+                break
+            trains = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
+            if trains and _overlap(first, second):
+                shared.append(" and ".join(sorted((one, other))))
     if shared:
         raise UnsupportedError(
             "parameters lie in the memory of other parameters or buffers",
@@ -91,10 +90,27 @@ def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def _has_own_range(tensor: Tensor) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
     if isinstance(tensor, DTensor) or tensor.is_meta or fake_mode_of([tensor]) is not None:
         return False
-    return tensor.layout is torch.strided and tensor.is_contiguous() and tensor.nbytes > 0
+    return tensor.layout is torch.strided and tensor.nbytes > 0
+
+
+def _reach(tensor: Tensor) -> int:
+    """Elements from the first one in memory to the last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors in the same stretch of memory share elements: columns of a matrix do not."""
+    if one.dtype is not other.dtype or (one.is_contiguous() and other.is_contiguous()):
+        return True
+    first = min(one.storage_offset(), other.storage_offset())
+    reach = max(each.storage_offset() - first + _reach(each) for each in (one, other))
+    taken = torch.zeros(reach, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
 
 
 def _kind(param: nn.Parameter) -> str:

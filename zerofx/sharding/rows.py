@@ -28,6 +28,12 @@ def own_rows(full: Tensor, domain: Domain) -> Tensor:
     return full.detach()[start:stop]
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same, NaN and signs of zeros included."""
+    one, other = (each.detach().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(one, other)
+
+
 def row_range(num_rows: int, domain: Domain) -> tuple[int, int]:
     """First and past-the-last row that this rank owns of `num_rows`."""
     if not domain.layout.sharded:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.runtime.collectives import broadcast
 from zerofx.runtime.host_memory import keep_freed_memory
 from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
@@ -73,7 +74,6 @@ def shard_model(
             raise ShardingError(f"{type(model).__name__} has no parameters", "compile it as it is")
         least = config.least_sharded(param.numel() for param in olds.values())
         session = Session(config, materialise.device_of(model), least)
-        cast_border(model, config)
     elif session.config != config:
         raise ShardingError(
             f"{type(model).__name__} is sharded already, with other options: {session.config}",
@@ -88,7 +88,11 @@ def shard_model(
         for key, param in olds.items()
     }
     _install(model, replaced)
-    session.set_root(model)
+    if not known:
+        cast_border(model, config)
+    root = session.root()
+    if root is None or model not in root.modules():
+        session.set_root(model)
     for optimizer in holders.optimizers:
         old_handles.move_optimizer(optimizer, replaced, cut)
     old_handles.move_collections(holders, replaced)
@@ -168,6 +172,7 @@ def _compare_plans(
     for names, param in plan:
         kind = "" if param.requires_grad else ", frozen"
         kind += ", without values" if param.is_meta and not given else ""
+        kind += "" if param.grad is None else ", with a gradient"
         lines.append(f"{names[0]}: {param.dtype}{json.dumps(list(param.shape))}{kind}")
     session.journal.compare_plans("\n".join(lines))
 
@@ -204,18 +209,25 @@ def _shard_parameter(
     state = make_state(domain, names[0], tuple(names[1:]), old.shape, old.requires_grad, fill, full)
     state.dirty = rows is not None  # a resident copy is gathered by the first forward
     if old.grad is not None:
-        state.param.grad = cut(old.grad, state)
+        state.param.grad = cut(_mean(old.grad, session), state)
     old_handles.move_attributes(old, state.param)
     return state
+
+
+def _mean(grad: Tensor, session: Session) -> Tensor:
+    """Of the gradients that ranks had before the model was sharded, as of all later ones."""
+    comm = session.world
+    mean = grad.detach().to(
+        session.device, torch.promote_types(grad.dtype, torch.float32), copy=True
+    )
+    dist.all_reduce(mean, group=comm.group)
+    return mean.div_(comm.size).to(grad.dtype)
 
 
 def _from_first_rank(value: Tensor, session: Session) -> None:
     comm = session.world
     if comm.size > 1 and value.numel():
-        wire = value.detach()
-        if wire.dtype is torch.bool:
-            wire = wire.view(torch.uint8)
-        dist.broadcast(wire, comm.ranks[0], group=comm.group)
+        broadcast(value, comm.group, comm.ranks[0])
 
 
 def _install(model: nn.Module, replaced: dict[int, tuple[nn.Parameter, ParamState]]) -> None:

@@ -6,6 +6,7 @@ turns.
 """
 
 from zerofx.torch_private.backwards import (
+    adds_to_grad,
     backward_id,
     call_after_backward,
     inside_reentrant_checkpoint,
@@ -99,6 +100,7 @@ __all__ = [
     "DispatchMode",
     "DynamoStartsAgain",
     "FakeMode",
+    "adds_to_grad",
     "all_gather_flat",
     "backend_of",
     "backward_id",

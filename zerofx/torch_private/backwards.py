@@ -23,6 +23,20 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def adds_to_grad(param: Tensor) -> bool:
+    """Whether the backward pass under way does, as `autograd.grad` and `inputs=` do not."""
+    if not param.requires_grad:
+        return False
+    # Ops run without autograd, which is asked for the parameter's node here.
+    every_key = torch._C.DispatchKeySet.from_raw_repr(0)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), every_key):
+        node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is not said of parameters that `autograd.grad` was asked for
+        return False
+
+
 def inside_reentrant_checkpoint() -> bool:
     """Whether the backward pass under way was started by a checkpointed region of another."""
     frame: FrameType | None = sys._getframe(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,24 @@ from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 
 
-def count_foreach_writes() -> None:
+def count_foreach_writes(cleared: Callable[[Tensor], None]) -> None:
     """Let functions that write in place raise version counters, as those of one tensor do.
 
     Where operands lie alike they run on the local tensors; elsewhere, for plain operands (torch has
     no rule for them), and for those functions that torch has no rule for, one by one.
+
+    Args:
+        cleared: called with every tensor that `_foreach_zero_` has set to zero.
     """
-    for op in _in_place("_foreach_"):
-        DTensor._op_dispatcher._custom_op_handlers[op] = _write
+
+    def clear(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _write(op, args, kwargs)
+        for tensor in args[0]:
+            cleared(tensor)
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update((op, _write) for op in _in_place("_foreach_"))
+    handlers[torch.ops.aten._foreach_zero_.default] = clear
 
 
 def update_local_tensors() -> None:

@@ -1,0 +1,83 @@
+"""`LocalSum`: what a parameter's gradient lacks until it is exchanged."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from zerofx.errors import UnsupportedError
+from zerofx.runtime.in_place import times_cleared
+from zerofx.runtime.parameter import local_tensor
+
+
+class LocalSum:
+    """Local gradients of a parameter, summed while they are not exchanged.
+
+    Meanwhile `.grad` holds what was exchanged before: nobody but `zero_grad` may write to it.
+
+    Attributes:
+        value: the sum, if there is one.
+
+    Args:
+        param: the sharded parameter.
+        name: of the parameter.
+    """
+
+    def __init__(self, param: torch.nn.Parameter, name: str) -> None:
+        self.value: Tensor | None = None
+        self._param = param
+        self._name = name
+        self._seen: tuple[int, ...] | None = None
+        self._watches = False
+
+    def add(self, grad: Tensor) -> None:
+        """Sum a gradient that is not exchanged yet."""
+        self._watch()
+        if self.value is None:
+            self.value = grad.clone(memory_format=torch.contiguous_format)
+        else:
+            self.value += grad
+
+    def take(self) -> Tensor | None:
+        """The sum so far, which the caller now owns."""
+        value, self.value = self.value, None
+        return value
+
+    def drop_if_cleared(self) -> None:
+        """Forget the sum if the user cleared the gradient since the last backward.
+
+        Raises:
+            UnsupportedError: the gradient was written to otherwise.
+        """
+        grad, seen = self._param.grad, self._seen
+        if grad is None or seen is None or _mark(grad)[:2] != seen[:2]:
+            self.value = None
+        elif _mark(grad) != seen:
+            raise UnsupportedError(
+                "a gradient was written to while it is held back by no_sync or accumulate: it has "
+                "not been added up yet",
+                "clip, scale and mend gradients after the last backward of a step; to clear them "
+                "call zero_grad()",
+                [self._name],
+            )
+
+    def _watch(self) -> None:
+        """Remember `.grad` whenever a backward adds to it."""
+        if self._watches:
+            return
+        self._watches = True
+        mine = weakref.ref(self)
+
+        def mark(param: Tensor) -> None:
+            if (each := mine()) is not None:
+                each._seen = None if param.grad is None else _mark(param.grad)
+
+        self._param.register_post_accumulate_grad_hook(mark)
+
+
+def _mark(grad: Tensor) -> tuple[int, ...]:
+    """What differs after a gradient was replaced or cleared; and after any other write."""
+    # An op on the DTensor raises one counter, an edit of the local tensor the other.
+    return id(grad), times_cleared(grad), grad._version, local_tensor(grad)._version

@@ -1,0 +1,43 @@
+"""What a sharded parameter knows of the model that it is of."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, cast
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+OWNER = "_zerofx_owner"
+"""The attribute of a parameter that holds its `Owner`."""
+
+
+class Owner:
+    """Keeps a parameter's state alive with the parameter, for a backward that outlives the model.
+
+    It does not travel in pickles of the parameter alone.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self._seen: list[TensorWeakRef] = []
+
+    def show(self, data: Tensor) -> None:
+        """`data` is the parameter's, without autograd."""
+        self._seen = [each for each in self._seen if each() is not None] + [TensorWeakRef(data)]
+
+    def leave(self) -> None:
+        """The parameter gets other data: what showed it keeps the values so far."""
+        for each in self._seen:
+            if (data := each()) is not None:
+                cast(Any, data)._local_tensor = cast(Any, data)._local_tensor.clone()
+        self._seen.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return collections.OrderedDict, ()
+
+
+def owner_of(value: Tensor) -> Owner | None:
+    """`None` for copies and gradients."""
+    found = vars(value).get(OWNER)
+    return found if isinstance(found, Owner) else None
