@@ -156,6 +156,8 @@ def unshard(
         ShardingError: the model, or a parameter, is not sharded.
     """
     states = _states_of(what)
+    for session in {state.domain.session for state in states.values()}:
+        session.journal.record("unshard", ", ".join(states))  # a rank that comes alone is named
     with torch.no_grad():
         values = {
             name: cast(DTensor, state.param.detach()).full_tensor().clone()

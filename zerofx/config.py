@@ -209,12 +209,7 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
     base = given.pop("config", None)
     if base is not None and not isinstance(base, ZeroConfig):
         raise ConfigError(f"option config={base!r} is not a ZeroConfig", "pass zerofx.ZeroConfig()")
-    known = {field.name for field in dataclasses.fields(ZeroConfig)} - {"stage"}
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"unknown option {key!r}", f"{hint}known: {', '.join(sorted(known))}")
+    refuse_unknown(given)
     if base is None:
         return ZeroConfig(stage=stage, **given)
     if base.stage != stage:
@@ -223,6 +218,20 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
             f'use backend="zero{base.stage}" or ZeroConfig(stage={stage})',
         )
     return dataclasses.replace(base, **given)
+
+
+def refuse_unknown(options: Iterable[str]) -> None:
+    """Refuse names that are no fields of `ZeroConfig`, or the stage.
+
+    Raises:
+        ConfigError: names the nearest known one.
+    """
+    known = {field.name for field in dataclasses.fields(ZeroConfig)} - {"stage"}
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"unknown option {key!r}", f"{hint}known: {', '.join(sorted(known))}")
 
 
 def _as_tuple(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -153,3 +154,79 @@ def _follows(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_assigned_in_forward(stage: int) -> None:
     run_ranks(2, _follows, stage)
+
+
+class Keys(nn.Module):
+    """Keeps views of a weight as plain attributes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 7)
+        view = self.embed.weight.detach().t()
+        self.keys: Any = {"attribute": view, "list": [view], "dict": {"k": view}}[how]
+        self.how = how
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        keys = {"attribute": lambda: self.keys, "list": lambda: self.keys[0]}
+        view = keys.get(self.how, lambda: self.keys["k"])()
+        return (self.embed(x) @ view - x).square().mean()
+
+
+def _viewed(how: str) -> list[str]:
+    said = []
+    for run in (
+        compiled(net(lambda: Keys(how)), 3),
+        zerofx.shard(net(lambda: Keys(how)), config(1)),
+    ):
+        model = getattr(run, "_orig_mod", run)
+        try:
+            run(*data(0))
+        except Exception as error:  # Dynamo may wrap it
+            said.append(str(error))
+        copy.deepcopy(model)
+        pickle.loads(pickle.dumps(model))
+        with torch.no_grad():
+            fresh = full(model.embed.weight).t().clone()
+        model.keys = {"attribute": fresh, "list": [fresh], "dict": {"k": fresh}}[how]
+        run(*data(0)).backward()
+    return said
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "dict"])
+def test_views_kept_as_attributes(how: str) -> None:
+    for said in run_ranks(2, _viewed, how):
+        assert len(said) == 2
+        assert all("keys, a view of embed.weight" in each for each in said), said
+
+
+def _spectral(stage: int) -> None:
+    """Old-style normalisation leaves such an attribute, and writes it before it is read."""
+    model = nn.utils.spectral_norm(nn.Linear(7, 7))
+    run = compiled(model, stage)
+    for number in range(2):
+        run(data(number)[0]).sum().backward()
+    assert model.weight_orig.grad is not None
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_attributes_that_are_written_first(stage: int) -> None:
+    run_ranks(2, _spectral, stage)
+
+
+def _together() -> list[str]:
+    said = []
+    scripted = nn.Sequential(nn.Linear(7, 7), torch.jit.script(nn.Linear(7, 7)))
+    actor, critic = nn.Sequential(nn.Linear(7, 7)), nn.Sequential(nn.Linear(7, 7))
+    critic[0].weight = actor[0].weight
+    zerofx.shard(actor, config(3))
+    for model in (scripted, critic):
+        with pytest.raises(Exception) as raised:
+            compiled(model, 3)(data(0)[0])
+        said.append(str(raised.value))
+    return said
+
+
+def test_scripted_modules_and_shared_weights() -> None:
+    for scripted, shared in run_ranks(2, _together):
+        assert "Linear is a ScriptModule" in scripted
+        assert "belong to another model" in shared and "zerofx.shard(nn.ModuleList" in shared

@@ -154,6 +154,8 @@ def test_unknown_keys_are_errors(name: str, message: str) -> None:
         ("zero_optimization.stage", 4),
         ("zero_optimization.mics_shard_size", 3),
         ("gradient_clipping", -1),
+        ("gradient_accumulation_steps", 0),
+        ("optimizer.params.betas", [0.9]),
         ("communication_data_type", "fp8"),
         ("scheduler.type", "CosineLR"),
         ("gradient_allreduce_op", "max"),
@@ -245,6 +247,10 @@ def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> N
         zerofx.from_deepspeed(file)
     with pytest.raises(ConfigError, match="cannot read"):
         zerofx.from_deepspeed(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="given as list"):
+        zerofx.from_deepspeed([file])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="did you mean 'inner'"):
+        zerofx.from_deepspeed(file, iner="eager")
 
 
 def test_comments_and_commas(tmp_path: Path) -> None:

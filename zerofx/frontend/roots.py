@@ -161,7 +161,8 @@ def _owned(module: nn.Module) -> set[int]:
 
 def _places(module: nn.Module) -> set[tuple[int, str]]:
     """Where parameters are held: the submodule, by `id`, and the name there."""
-    return {(id(each), name) for each in module.modules() for name in each._parameters}
+    own = ((each, each.named_parameters(recurse=False)) for each in module.modules())
+    return {(id(each), name) for each, named in own for name, _ in named}
 
 
 def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]]) -> None:

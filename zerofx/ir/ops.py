@@ -27,8 +27,9 @@ rank also keeps, as its secondary shard, its part of the codes that arrive.
 
 Mixed precision is part of what these mean. A full value has the dtype that its marker or wait
 states, by default the shard's; shards are cast before they travel. Gradients are cast to the
-layout's `reduce_dtype` (by default they travel as they are), averaged in at least fp32, rounded to
-it, and end in the dtype that their wait states, by default the shard's.
+layout's `reduce_dtype` (by default they travel as they are), averaged in at least fp32 (but in it by
+a backend's own reductions), rounded to it, and end in the dtype that their wait states, by default
+the shard's.
 
 Eager kernels of the markers are registered by
 `zerofx.runtime.markers`; program nodes are bound by `zerofx.runtime.execute`, or interpreted by

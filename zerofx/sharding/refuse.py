@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerofx.errors import UnsupportedError
+from zerofx.runtime.handles import states_by_param
 from zerofx.torch_private import fake_mode_of, past_recompile_limit
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
@@ -31,6 +32,11 @@ def refuse_wrappers(modules: Iterable[nn.Module]) -> None:
                 'pass the plain model to torch.compile(model, backend="zero3"), which takes the '
                 "wrapper's place; under Accelerate, zerofx.integrations.Accelerator wraps nothing",
             )
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UnsupportedError(
+                f"{module.original_name} is a ScriptModule, which holds its weights in C++",
+                "put the Python module there; torch.jit.script of functions works",
+            )
 
 
 def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -42,6 +48,12 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     listed = list(named)
     rules: list[tuple[Callable[[nn.Parameter], bool], str, str]] = [
         (_is_lazy, "are not initialised", "run one forward of the lazy modules before compiling"),
+        (
+            _is_of_another_model,
+            "belong to another model that is sharded",
+            "shard models that share weights as one, before their first forwards: "
+            "zerofx.shard(nn.ModuleList([one, other]), zerofx.ZeroConfig(stage=…))",
+        ),
         (_is_dtensor, "are DTensors already", "pass the plain model; zerofx shards it itself"),
         (_is_sparse, "are sparse", "convert them with .to_dense()"),
         (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
@@ -125,6 +137,10 @@ def _is_dtensor(param: nn.Parameter) -> bool:
     return isinstance(param, DTensor)
 
 
+def _is_of_another_model(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor) and id(param) in states_by_param()
+
+
 def _is_sparse(param: nn.Parameter) -> bool:
     return param.layout != torch.strided
 
@@ -162,6 +178,7 @@ def refuse_past_recompile_limit(name: str) -> None:
         raise UnsupportedError(
             f"{function} was recompiled too often, so Dynamo runs it without zerofx's program",
             "find what changes with TORCH_LOGS=recompiles (a shape: torch.compile(…, dynamic=True) "
-            "or torch._dynamo.mark_dynamic), or raise torch._dynamo.config.recompile_limit",
+            "or torch._dynamo.mark_dynamic; the model, where several are of one class), or raise "
+            "torch._dynamo.config.recompile_limit",
             [name],
         )

@@ -96,6 +96,7 @@ def shard_model(
     for optimizer in holders.optimizers:
         old_handles.move_optimizer(optimizer, replaced, cut)
     old_handles.move_collections(holders, replaced)
+    old_handles.make_views_stale(model, replaced)
     for old, state in replaced.values():
         old_handles.make_stale(old, state.spec.name)
     if config.keep_freed_memory and session.device.type == "cpu":

@@ -60,8 +60,13 @@ def batch_of(settings: Settings, ranks: int) -> Batch:
         )
     if steps is None:
         steps = 1 if whole is None else whole // (groups * max(1, micro))
+    if micro < 1 or steps < 1:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {micro}, gradient_accumulation_steps is {steps}",
+            "both are at least 1; train_batch_size is at least the number of ranks",
+        )
     product = micro * steps * groups
-    if product == 0 or whole not in (None, product):
+    if whole not in (None, product):
         raise ConfigError(
             f"train_batch_size {whole} is not {micro} (micro-batch) × {steps} (accumulation) × "
             f"{groups} (ranks{'' if sharing == 1 else ' / sequence_parallel_size'})",

@@ -26,6 +26,10 @@ def read(source: Source) -> dict[str, Any]:
     """
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"a configuration is given as {type(source).__name__}", "pass a path, or a dict"
+        )
     path = Path(source)
     try:
         text = path.read_text()

@@ -199,6 +199,7 @@ def _typed(key: Key, value: Any) -> Any:
         "number": lambda: number and value >= 0,
         "text": lambda: isinstance(value, str),
         "texts": lambda: isinstance(value, list) and all(isinstance(v, str) for v in value),
+        "pair": lambda: isinstance(value, list | tuple) and len(value) == 2,
         "any": lambda: True,
     }
     if not good[key.type]():
@@ -206,6 +207,7 @@ def _typed(key: Key, value: Any) -> Any:
             "count": "a whole number of at least 0",
             "number": "a number of at least 0",
             "texts": "a list of texts",
+            "pair": "a list of two numbers",
         }
         raise ConfigError(
             f"{key.path} is {value!r}", f"write {wanted.get(key.type, f'a {key.type}')}"

@@ -45,11 +45,11 @@ _OPTIMIZER = [
         "text",
     ),
     Key("optimizer.params.lr", "honoured", "by default 0.001", "number", needed=True),
+    Key("optimizer.params.betas", "honoured", "of Adam and AdamW", "pair"),
     *keys(
         "honoured",
         "optimizer.params",
         [
-            ("betas", "of Adam and AdamW"),
             ("eps", "of Adam and AdamW"),
             ("weight_decay", "by default 0, also for AdamW, unless `torch_adam` is set"),
             ("momentum", "of SGD"),
@@ -178,8 +178,8 @@ _PRECISION = [
         "always",
         "",
         [
-            ("prescale_gradients", "sums are taken in fp32 and divided once"),
-            ("gradient_predivide_factor", "sums are taken in fp32 and divided once"),
+            ("prescale_gradients", "sums are divided once, on gloo in fp32"),
+            ("gradient_predivide_factor", "sums are divided once, on gloo in fp32"),
         ],
     ),
     Key("gradient_allreduce_op", "honoured", "sum: `backward` multiplies by the ranks", "text"),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofx.codegen.blocks import KEPT
-from zerofx.config import ZeroConfig
+from zerofx.config import ZeroConfig, refuse_unknown
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.batch import batch_of
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
@@ -60,9 +60,10 @@ def from_deepspeed(
 
     Raises:
         ConfigError: the file cannot be read, has unknown keys or values of a wrong type, needs
-            `auto`, or its batch sizes do not multiply.
+            `auto`, or its batch sizes do not multiply; or an option is unknown.
         UnsupportedError: it asks for what zerofx does not have; the message lists it all.
     """
+    refuse_unknown(options)
     settings = understand(read(source), auto or {}, leave_out)
     ranks = _world_size() if world_size is None else world_size
     batch = batch_of(settings, ranks)

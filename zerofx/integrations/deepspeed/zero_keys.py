@@ -56,7 +56,7 @@ _ZERO = [
             ("sub_group_size", "torch's optimizer steps over shards"),
             ("use_multi_rank_bucket_allreduce", "gradients are reduce-scattered"),
             ("round_robin_gradients", "no copies to the host to spread"),
-            ("parameter_alignment", "shards begin at multiples of 256 bytes"),
+            ("parameter_alignment", "torch allocates buffers aligned, one a parameter"),
             ("load_from_fp32_weights", "checkpoints hold the master weights"),
             ("elastic_checkpoint", "checkpoints load on any number of ranks"),
             ("compute_grad_norm", "a norm is computed only to clip by it"),
