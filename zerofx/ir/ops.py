@@ -27,7 +27,7 @@ rank also keeps, as its secondary shard, its part of the codes that arrive.
 
 Mixed precision is part of what these mean. A full value has the dtype that its marker or wait
 states, by default the shard's; shards are cast before they travel. Gradients are cast to the
-layout's `reduce_dtype` (by default they travel as they are), averaged in at least fp32 (but in it by
+layout's `reduce_dtype` (by default they travel as they are), averaged in at least fp32 (in it by
 a backend's own reductions), rounded to it, and end in the dtype that their wait states, by default
 the shard's.
 
