@@ -44,7 +44,6 @@ traffic is counted at the calls of `torch.distributed`; neither comes from zerof
   gradients when it starts to exchange them, which is what its formula 8Ψ+8Ψ/W counts; stage 2 holds
   one of them at a time. Values of one layer and what is in flight are in the measurement, and in no
   formula.
-- **buffers**: idle memory of gathers, kept for the next one (stage 3 only).
 - **sent**: bytes per optimizer step, divided by 4Ψ(W−1)/W; with k = 2 micro-batches too (stages 0
   and 1 with `accumulate=2`).
 
@@ -67,7 +66,7 @@ class Measurement:
         num_params: Ψ.
         at_rest: alive after a step, gradients held.
         peak: the most alive at any collective of a backward.
-        buffers: idle buffers at rest.
+        buffers: idle buffers at rest: none.
         sent: by number of micro-batches, bytes sent per optimizer step.
     """
 
@@ -222,7 +221,7 @@ def measure_all(num_ranks: int, depth: int) -> list[Measurement]:
         return torch.load(results, weights_only=False)
 
 
-COLUMNS = ("stage", "W", "at rest", "peak in backward", "buffers", "sent", "sent, k = 2")
+COLUMNS = ("stage", "W", "at rest", "peak in backward", "sent", "sent, k = 2")
 
 
 def row(found: Measurement) -> tuple[str, ...]:
@@ -233,10 +232,10 @@ def row(found: Measurement) -> tuple[str, ...]:
         (found.in_psi(found.peak), expected_peak(stage, ranks)),
     )
     traffic = tuple(
-        f"{found.sent_in_psi(count):.2f} / {expected_sent(stage, count)}" for count in (1, 2)
+        f"{found.sent_in_psi(count):.2f} / {expected_sent(stage, count):g}" for count in (1, 2)
     )
     memory = tuple(f"{got:.2f} / {want:g}" for got, want in pairs)
-    return f"zero{stage}", str(ranks), *memory, f"{found.in_psi(found.buffers):.2f}", *traffic
+    return f"zero{stage}", str(ranks), *memory, *traffic
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -156,7 +156,7 @@ def unshard(
         ShardingError: the model, or a parameter, is not sharded.
     """
     states = _states_of(what)
-    for session in {state.domain.session for state in states.values()}:
+    for session in dict.fromkeys(state.domain.session for state in states.values()):
         session.journal.record("unshard", ", ".join(states))  # a rank that comes alone is named
     with torch.no_grad():
         values = {

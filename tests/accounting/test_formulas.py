@@ -41,5 +41,4 @@ def _check(found: Measurement) -> None:
     assert peak - 4 / ranks - 0.01 <= found.in_psi(found.peak) <= peak + in_flight, found
     for count in found.sent:
         assert found.sent_in_psi(count) == pytest.approx(expected_sent(stage, count), rel=0.01)
-    if stage < 3:
-        assert found.buffers == 0
+    assert found.buffers == 0

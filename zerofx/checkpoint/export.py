@@ -47,7 +47,7 @@ def export_safetensors(
     Raises:
         CheckpointError: other ranks have saved another model there, or the first cannot write.
     """
-    ranks, values = ranks_that_hold(model), _once(model)
+    ranks, values = ranks_that_hold(model, "export_safetensors"), _once(model)
     ranks.claim(folder)
     files = split(values, max_shard_bytes, dtype)
     partial = ranks.agreed(lambda: begin(Path(folder).absolute()))
@@ -79,7 +79,7 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
     """
     values = _once(model)
     chosen = {key: values[key] for key in values if names is None or key in names}
-    return _collect(chosen, ranks_that_hold(model), copy=True)
+    return _collect(chosen, ranks_that_hold(model, "full_state_dict"), copy=True)
 
 
 def _collect(values: dict[str, Tensor], ranks: Ranks, *, copy: bool = False) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def save(
         CheckpointError: a rank could not write, or other ranks have saved there; the checkpoint
             that was there is untouched.
     """
-    ranks = ranks_that_hold(model)
+    ranks = ranks_that_hold(model, "checkpoint.save")
     ranks.claim(path)
     state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
     with _explained(path, ranks):
@@ -103,7 +103,7 @@ def async_save(
     Returns:
         The save under way, whose `wait()` every rank calls.
     """
-    ranks = ranks_that_hold(model)
+    ranks = ranks_that_hold(model, "checkpoint.async_save")
     ranks.claim(path)
     state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
     # The thread talks to other ranks while training does: it needs a group of its own.
@@ -133,7 +133,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         CheckpointError: the checkpoint is missing, damaged, or one of another model; names files
             and tensors. Unless a file is damaged inside, nothing was changed.
     """
-    folder, ranks = find(path), ranks_that_hold(model)
+    folder, ranks = find(path), ranks_that_hold(model, "checkpoint.load")
     metadata = ranks.agreed(lambda: _inspected(folder))
     with snapshot.to_fill(model, optimizer, metadata) as state:
         ranks.agreed(lambda: damage.refuse_mismatch(folder, metadata, state))

@@ -31,7 +31,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             "make it with peft.get_peft_model, or use zerofx.checkpoint.export_safetensors",
         )
     plain: Any = unwrap_compiled(model)
-    if ranks_that_hold(model).is_first:
+    if ranks_that_hold(model, "save_adapters").is_first:
         plain.save_pretrained(folder, state_dict=state)
 
 
