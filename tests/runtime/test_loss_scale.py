@@ -139,7 +139,9 @@ def test_an_overflow_in_bf16_on_one_rank_makes_all_skip(row: int) -> None:
 
 def _overflow_beside_others() -> bool:
     """Ranks 1 and 2 have a model, of which 0 and 3 know nothing."""
-    group = dist.new_group([1, 2])
+    # Each rank is in one: torch names groups that some ranks make by themselves
+    # (`use_local_synchronization`) by the number that a rank has, and hangs if they differ.
+    group, _ = dist.new_group([1, 2]), dist.new_group([0, 3])
     if dist.get_rank() not in (1, 2):
         return True
     assert isinstance(group, dist.ProcessGroup)
