@@ -132,6 +132,23 @@ def test_every_way_to_clear_drops_the_sum(clear: Callable[[Tensor], None] | None
     run_ranks(2, _cleared, 1, clear)
 
 
+def _cleared_by_a_program(stage: int) -> float:
+    pair = Pair(_stack(), stage)
+    pair.backward(lambda run, _: run(draw(4, 7)).square().mean())
+
+    def clear() -> None:
+        for param in pair.model.parameters():
+            if param.grad is not None:
+                param.grad.zero_()
+
+    torch.compile(clear, backend="aot_eager")()
+    return sum(full(param.grad).abs().sum().item() for param in pair.model.parameters())
+
+
+def test_a_compiled_function_clears_gradients() -> None:
+    assert run_ranks(2, _cleared_by_a_program, 1) == [0.0] * 2
+
+
 class Broken(nn.Module):
     """Two programs: a graph break lies between its layers."""
 

@@ -53,7 +53,8 @@ def cleared_with(value: Tensor, alias: Tensor) -> None:
 
 
 def _zero_(self: Any) -> Any:
-    note_cleared(self)
+    if not torch.compiler.is_compiling():
+        note_cleared(self)
     return DTensor.zero_(self)
 
 
