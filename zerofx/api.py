@@ -21,7 +21,7 @@ from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.drift import Drift
-from zerofx.runtime.handles import states_by_param
+from zerofx.runtime.handles import note_call, states_by_param
 from zerofx.runtime.loss_scale import GradScaler
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.parameter import local_tensor
@@ -156,8 +156,7 @@ def unshard(
         ShardingError: the model, or a parameter, is not sharded.
     """
     states = _states_of(what)
-    for session in dict.fromkeys(state.domain.session for state in states.values()):
-        session.journal.record("unshard", ", ".join(states))  # a rank that comes alone is named
+    note_call("unshard", ", ".join(states), (state.param for state in states.values()))
     with torch.no_grad():
         values = {
             name: cast(DTensor, state.param.detach()).full_tensor().clone()

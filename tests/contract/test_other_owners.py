@@ -167,8 +167,7 @@ class Keys(nn.Module):
         self.how = how
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        keys = {"attribute": lambda: self.keys, "list": lambda: self.keys[0]}
-        view = keys.get(self.how, lambda: self.keys["k"])()
+        view = self.keys if self.how == "attribute" else self.keys[0 if self.how == "list" else "k"]
         return (self.embed(x) @ view - x).square().mean()
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import CheckpointError
-from zerofx.runtime.handles import states_by_param
+from zerofx.runtime.handles import note_call
 from zerofx.runtime.members import gloo_group, named, ranks_of
 from zerofx.torch_private import default_store, unwrap_compiled
 
@@ -92,17 +92,14 @@ def ranks_that_hold(model: nn.Module, call: str) -> Ranks:
 
     Args:
         model: sharded or plain.
-        call: what they come to together; a rank that comes alone is told by it.
+        call: what they come to together, which is noted.
 
     Raises:
         CheckpointError: its parameters lie on different ranks, or on a 2-D mesh of some.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Ranks((), None)
-    states = states_by_param()
-    sharded = [states[id(each)] for each in model.parameters() if id(each) in states]
-    for session in dict.fromkeys(state.domain.session for state in sharded):
-        session.journal.record(call, type(unwrap_compiled(model)).__name__)
+    note_call(call, type(unwrap_compiled(model)).__name__, model.parameters())
     meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
     held_by = {tuple(ranks_of(mesh)): mesh for mesh in meshes}
     if len(held_by) > 1:

@@ -57,26 +57,46 @@ class Accumulation:
         finally:
             self._no_sync_depth -= 1
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether the backward under way is not the last of its step."""
-        return self._no_sync_depth > 0 or self._since_exchange < self._per_step
+    def add_up(
+        self,
+        what: Held,
+        grads: Sequence[Tensor],
+        states: Sequence[ParamState | None],
+        like: Sequence[Tensor],
+    ) -> tuple[Sequence[Tensor], Pending | None]:
+        """Add `what` to local sums, or in the last backward of a step the sums to it.
 
-    def summed(self, what: Held, states: Sequence[ParamState | None]) -> list[ParamState | None]:
-        """Parameters to or from whose local sums the backward under way takes `what`.
+        Args:
+            what: the gradients are.
+            grads: of this backward.
+            states: of their parameters.
+            like: results have these shapes and dtypes.
 
-        `None` stands for those to whose `.grad` it adds nothing; nothing at all if none has sums.
+        Returns:
+            What there is to exchange; or, where it is held back, zeros that stand for the results.
         """
-        known = [state for state in states if state is not None]
-        idle = not self.unfinished and all(state.local_sum.value is None for state in known)
-        if what != self.held or idle:
-            return []
-        mine = [state if state and adds_to_grad(state.param) else None for state in states]
-        return mine if any(mine) else []
+        if what != self.held:
+            return grads, None
+        waits = self._unfinished()
+        if not waits and all(state is None or state.local_sum.value is None for state in states):
+            return grads, None
+        # Not those to whose `.grad` this backward adds nothing.
+        sums = [s.local_sum if s is not None and adds_to_grad(s.param) else None for s in states]
+        if waits and any(sums):
+            for total, grad in zip(sums, grads, strict=True):
+                if total is not None:
+                    total.add(grad)
+            return grads, Pending([torch.zeros_like(result) for result in like])
+        taken = [None if total is None else total.take() for total in sums]
+        pairs = zip(taken, grads, strict=True)
+        return [grad if total is None else total.add_(grad) for total, grad in pairs], None
 
     def continues(self) -> bool:
         """Whether a backward has ended that was not the last of its step."""
         return self._since_exchange > (self._backward != -1 and self._counts)
+
+    def _unfinished(self) -> bool:
+        return self._no_sync_depth > 0 or self._since_exchange < self._per_step
 
     def enter(self, states: Sequence[ParamState], leave: Callable[[], None]) -> None:
         """Open the backward pass under way, unless it is open; `leave` runs when it ends.
@@ -108,7 +128,7 @@ class Accumulation:
             Whether gradients were exchanged.
         """
         self._backward = -1
-        exchanged = self._counts and not self.unfinished
+        exchanged = self._counts and not self._unfinished()
         if exchanged:
             self._since_exchange = 0
         return exchanged or self.held == "nothing"
@@ -148,19 +168,3 @@ class Accumulation:
             state.local_sum.drop_if_cleared()
         if held and all(state.local_sum.value is None for state in held):
             self._since_exchange = 0
-
-
-def hold(
-    grads: Sequence[Tensor], states: Sequence[ParamState | None], like: Sequence[Tensor]
-) -> Pending:
-    """Add to local sums; zeros stand for the results until they are exchanged."""
-    for state, grad in zip(states, grads, strict=True):
-        if state is not None:
-            state.local_sum.add(grad)
-    return Pending([torch.zeros_like(result) for result in like])
-
-
-def with_held(grad: Tensor, state: ParamState | None) -> Tensor:
-    """The gradient plus what earlier backwards held back."""
-    held = state.local_sum.take() if state is not None else None
-    return grad if held is None else held.add_(grad)

@@ -155,7 +155,7 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
     """Give a tensor, strided as it may be, the values of global rank `source`."""
     stored = _stored(tensor)
     wire = stored.contiguous()
-    dist.broadcast(_as_bytes(wire), source, group=group)
+    dist.broadcast(as_bytes(wire), source, group=group)
     if wire is not stored:
         stored.copy_(wire)
 
@@ -166,7 +166,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, sou
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(_stored(tensor))
     for (dtype, _), batch in kinds.items():
-        parts = [_as_bytes(tensor) for tensor in batch]
+        parts = [as_bytes(tensor) for tensor in batch]
         wire = torch.cat(parts)
         if wire.numel():
             dist.broadcast(wire, source, group=group)
@@ -180,8 +180,8 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach()[tuple(once)]
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    # Backends know but some of the dtypes.
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Its bytes, 1-D: backends know but some of the dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from zerofx.ir.spec import Layout, Region
 from zerofx.runtime import collectives
-from zerofx.runtime.accumulation import hold, with_held
 from zerofx.runtime.bucket import BucketGather, name_of
 from zerofx.runtime.chunks import row_numel, row_splits
 from zerofx.runtime.comm import Comm
@@ -157,12 +156,8 @@ class Domain:
         grads = [grad.detach().to(self.layout.reduce_dtype or grad.dtype) for grad in grads]
         states = [self.find(shard) for shard in shards]
         self.session.enter_backward()
-        accumulation = self.session.accumulation
-        if summed := accumulation.summed("gradients", states):
-            if accumulation.unfinished:
-                return hold(grads, summed, shards)
-            grads = [with_held(grad, state) for grad, state in zip(grads, summed, strict=True)]
-        return self.start_mean(grads, states, codes)
+        todo, held = self.session.accumulation.add_up("gradients", grads, states, shards)
+        return self.start_mean(todo, states, codes) if held is None else held
 
     def start_mean(
         self,
@@ -195,12 +190,10 @@ class Domain:
 
     def _across(self, means: Sequence[Tensor], states: Sequence[ParamState | None]) -> Pending:
         """The mean over replicas of means over the shard axis; as in MiCS, once a step."""
-        accumulation = self.session.accumulation
-        if summed := accumulation.summed("means", states):
-            if accumulation.unfinished:
-                return hold(means, summed, means)
-            means = [with_held(mean, state) for mean, state in zip(means, summed, strict=True)]
-        return self._replica_mean(means, ", ".join(map(name_of, states)))
+        todo, held = self.session.accumulation.add_up("means", means, states, means)
+        if held is not None:
+            return held
+        return self._replica_mean(todo, ", ".join(map(name_of, states)))
 
     def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
         comm, session = self.replica_comm, self.session

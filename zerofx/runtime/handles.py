@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from zerofx.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from zerofx.runtime.domain import Domain
@@ -64,6 +66,17 @@ def sessions_on(mesh: DeviceMesh) -> list[Session]:
     """The sharded models that are alive and lie on `mesh`, oldest first."""
     # By equality: torch caches the meshes of results, so that one may be an older model's.
     return [session for session in live_sessions() if session.mesh == mesh]
+
+
+def note_call(call: str, name: str, params: Iterable[Tensor]) -> None:
+    """Note in the journals of the models of `params` that this rank comes to `call`.
+
+    All their ranks come to it together: one that comes alone is told by it.
+    """
+    states = states_by_param()
+    known = (states[id(param)] for param in params if id(param) in states)
+    for session in dict.fromkeys(state.domain.session for state in known):
+        session.journal.record(call, name)
 
 
 def states_by_param() -> dict[int, ParamState]:

@@ -51,10 +51,10 @@ class LocalSum:
         Raises:
             UnsupportedError: the gradient was written to otherwise.
         """
-        grad, seen = self._param.grad, self._seen
-        if grad is None or seen is None or _mark(grad)[:2] != seen[:2]:
+        seen, found = self._seen, _mark(self._param.grad)
+        if seen is None or found is None or found[:2] != seen[:2]:
             self.value = None
-        elif _mark(grad) != seen:
+        elif found != seen:
             raise UnsupportedError(
                 "a gradient was written to while it is held back by no_sync or accumulate: it has "
                 "not been added up yet",
@@ -72,12 +72,14 @@ class LocalSum:
 
         def mark(param: Tensor) -> None:
             if (each := mine()) is not None:
-                each._seen = None if param.grad is None else _mark(param.grad)
+                each._seen = _mark(param.grad)
 
         self._param.register_post_accumulate_grad_hook(mark)
 
 
-def _mark(grad: Tensor) -> tuple[int, ...]:
+def _mark(grad: Tensor | None) -> tuple[int, ...] | None:
     """What differs after a gradient was replaced or cleared; and after any other write."""
+    if grad is None:
+        return None
     # An op on the DTensor raises one counter, an edit of the local tensor the other.
     return id(grad), times_cleared(grad), grad._version, local_tensor(grad)._version

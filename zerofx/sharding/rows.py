@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zerofx.runtime.collectives import as_bytes
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.params import ParamState, as_dtensor
 
@@ -30,8 +31,7 @@ def own_rows(full: Tensor, domain: Domain) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are the same, NaN and signs of zeros included."""
-    one, other = (each.detach().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(one, other)
+    return torch.equal(as_bytes(one.detach()), as_bytes(other.detach()))
 
 
 def row_range(num_rows: int, domain: Domain) -> tuple[int, int]:
