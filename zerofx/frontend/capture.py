@@ -18,6 +18,7 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
+from zerofx.frontend.bodies import write_out_regions
 from zerofx.frontend.dump import dump_for, folder_of
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
@@ -109,6 +110,7 @@ class Capture:
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._dump is not None:
             self._dump.graph(module)
+        write_out_regions(module)
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
         handed_out = returned(module, self.inputs.params)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.joint import copy_module
+from zerofx.frontend.bodies import bodies_of, copy_with_bodies, write_out_regions
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.parameter import local_tensor
@@ -155,7 +155,8 @@ def read_plain(module: fx.GraphModule, params: dict[int, ParamSpec]) -> fx.Graph
         module: Dynamo's graph.
         params: parameters by input position; in the copy these inputs stand for shards.
     """
-    marked = _copy_with_bodies(module)
+    marked = copy_with_bodies(module)
+    write_out_regions(marked)
     for graph, known in graphs_with(marked, params):
         for node, spec in known.items():
             # One marker a reader, next to it, as a module's property reads: autograd reduces a
@@ -168,16 +169,6 @@ def read_plain(module: fx.GraphModule, params: dict[int, ParamSpec]) -> fx.Graph
         assert graph.owning_module is not None
         graph.owning_module.recompile()
     return marked
-
-
-def _copy_with_bodies(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy to edit, and so of the checkpointed regions it calls."""
-    made = copy_module(module)
-    for node in made.graph.nodes:
-        if is_checkpoint_call(node):
-            name = node.args[0].target
-            setattr(made, name, _copy_with_bodies(getattr(module, name)))
-    return made
 
 
 def returned(module: fx.GraphModule, params: dict[int, ParamSpec]) -> dict[int, int]:
@@ -197,15 +188,20 @@ def returned(module: fx.GraphModule, params: dict[int, ParamSpec]) -> dict[int, 
 def graphs_with(
     module: fx.GraphModule, params: dict[int, ParamSpec]
 ) -> Iterator[tuple[fx.Graph, Parameters]]:
-    """The graph and those of its checkpointed regions, each with the parameters it is given."""
+    """The graph and those inside it, each with the parameters that it is given.
+
+    Checkpointed regions are given parameters, and what other operators run is given full values.
+    """
     inputs = list(module.graph.find_nodes(op="placeholder"))
     known = {inputs[position]: spec for position, spec in params.items()}
     yield module.graph, known
     for node in module.graph.nodes:
+        inner: dict[int, ParamSpec] = {}
         if is_checkpoint_call(node):
-            body, *operands = node.args
+            operands = node.args[1:]
             inner = {place: known[arg] for place, arg in enumerate(operands) if arg in known}
-            yield from graphs_with(getattr(module, body.target), inner)
+        for body in bodies_of(module, node):
+            yield from graphs_with(body, inner)
 
 
 def _values(graph: fx.Graph, known: Parameters) -> Parameters:

@@ -1,0 +1,137 @@
+"""Graphs inside Dynamo's graph: nested compile regions, hooks in forward, branches, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import zerofx
+from tests.hard.pair import EAGER, Pair, draw, full, same
+from tests.ranks import run_ranks
+
+
+class Layer(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.down = nn.Linear(9, 6)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        def call(x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(x)))
+
+        return checkpoint(call, x, use_reentrant=False) if self.checkpointed else call(x)
+
+
+@torch.compiler.nested_compile_region
+def _run(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+@torch.compiler.nested_compile_region
+def _run_twice(layer: nn.Module, x: Tensor) -> Tensor:
+    return _run(layer, _run(layer, x))
+
+
+class Stack(nn.Module):
+    """Layers as nested compile regions; some twice, in a region of their own."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(checkpointed) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = (_run_twice if place == 2 else _run)(layer, x)
+        return x.square().mean()
+
+
+class Hooked(nn.Module):
+    """Scales a gradient by a weight, in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.register_hook(lambda grad: grad * self.second.weight.sum())
+        return self.second(y).square().mean()
+
+
+class Branched(nn.Module):
+    """As docs/loops.md has it: weights are read before `torch.cond`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.first.weight, self.first.bias), (self.second.weight, self.second.bias)
+        y = torch.cond(
+            x.sum() > 0, lambda x: F.linear(x, *first), lambda x: F.linear(x, *second).cos(), (x,)
+        )
+        return y.square().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "regions": lambda: Stack(False),
+    "checkpointed": lambda: Stack(True),
+    "hook": Hooked,
+    "cond": Branched,
+}
+
+
+def _train(kind: str, stage: int) -> None:
+    pair = Pair(MODELS[kind](), stage, EAGER, rtol=1e-6)
+    pair.train(lambda run, number: run(draw(4, 6, seed=number)))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_graphs_inside_a_graph(kind: str, stage: int) -> None:
+    run_ranks(2, _train, kind, stage)
+
+
+class Biased(nn.Module):
+    """A learned bias, read before the function of scores. (torch does not train this on CPUs.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.bias = nn.Parameter(torch.randn(2, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts)
+
+        bias = self.bias
+
+        def biased(score: Tensor, b: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return score + bias[head, row]
+
+        return flex_attention(q, k, v, score_mod=biased)
+
+
+def _infer() -> None:
+    torch.manual_seed(0)
+    plain, model = Biased(), Biased()
+    model.load_state_dict(plain.state_dict())
+    zerofx.shard(model, zerofx.ZeroConfig(stage=3, inner="eager", min_shard_numel=0))
+    x = draw(1, 64, 16)
+    with torch.no_grad():
+        got = torch.compile(model, backend="zero3")(x)
+        same(full(got), plain(x), "attention", rtol=1e-5)
+
+
+def test_weights_in_a_function_of_scores() -> None:
+    run_ranks(2, _infer)
