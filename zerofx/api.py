@@ -127,7 +127,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     plain = unwrap_compiled(model)
     session = session_of(plain)
     if session is not None:
-        with session.no_sync():
+        with session.accumulation.no_sync():
             yield
         return
     with no_sync_once_sharded(plain):

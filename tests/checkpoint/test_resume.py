@@ -21,6 +21,7 @@ from tests.checkpoint.runs import OPTIONS, Everything, Run, bitwise, sharded_by
 from tests.models import Mlp, batch, make
 from tests.ranks import run_ranks
 from zerofx import checkpoint
+from zerofx.errors import CheckpointError
 
 STAGES = (0, 1, 2, 3)
 
@@ -120,6 +121,23 @@ def _asynchronous(folder: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_during_an_async_save(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _asynchronous, tmp_path, stage, timeout=120)
+
+
+class _Single:
+    def __deepcopy__(self, memo: object) -> None:
+        raise ValueError("there is one of me")
+
+
+def _not_copied(folder: Path) -> None:
+    run = Run(3)
+    run.train(range(1))
+    with pytest.raises(CheckpointError, match="there is one of me"):
+        checkpoint.async_save(folder / "a", run.step, run.optimizer, _Single())
+    checkpoint.async_save(folder / "a", run.step, run.optimizer, "notes").wait()
+
+
+def test_an_extra_that_cannot_be_copied(tmp_path: Path) -> None:
+    run_ranks(2, _not_copied, tmp_path)
 
 
 def _untouched(folder: Path) -> None:

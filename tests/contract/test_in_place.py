@@ -95,6 +95,12 @@ OPERANDS: dict[str, Callable[[Any], Any]] = {
     "clamp": lambda w: w.clamp_(max=MATRIX),
     "rows": lambda w: w[5:9].add_(MATRIX[:4]),
     "a number": lambda w: w.add_(torch.tensor(0.5)),
+    "index_copy": lambda w: w.index_copy_(0, torch.tensor([1, 9]), MATRIX[:2]),
+    "index_add": lambda w: w.index_add_(0, torch.tensor([9, 9]), MATRIX[:2]),
+    "index_put": lambda w: w.index_put_((torch.tensor([1, 9]),), MATRIX[:2], accumulate=True),
+    "scatter_add": lambda w: w.scatter_add_(0, torch.full((2, 7), 9), MATRIX[:2]),
+    "cumprod": lambda w: w.cumprod_(0),
+    "tril": lambda w: w.tril_(-3),
 }
 
 

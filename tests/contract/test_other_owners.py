@@ -64,6 +64,41 @@ def test_unshard_to_look(stage: int) -> None:
     run_ranks(2, _looked_at, stage)
 
 
+def _beside(stage: int, foreach: bool) -> None:
+    """A temperature and an image before the parameters, with a state of one process."""
+    losses: list[list[Tensor]] = []
+    saved: dict[str, Any] = {}
+    for sharded in (False, True):
+        model = net()
+        run = compiled(model, stage) if sharded else model
+        own = [torch.zeros(1, requires_grad=True), torch.ones(4, 7, requires_grad=True)]
+        if sharded:
+            run(*data(0))
+        optimizer = torch.optim.AdamW([*own, *model.parameters()], lr=0.1, foreach=foreach)
+        zerofx.trust(optimizer)
+        losses.append([])
+        for number in range(4):
+            x, y = data(0)  # the same on all ranks, as means of one process are
+            dist.broadcast(x, 0), dist.broadcast(y, 0)
+            loss = run(x, y) * own[0].exp() + run(own[1], y[:4]).square()
+            losses[-1].append(loss.detach())
+            loss.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if sharded and number == 0:
+                optimizer.load_state_dict(saved)
+            elif number == 0:
+                saved = copy.deepcopy(optimizer.state_dict())
+    for ours, theirs in zip(losses[1], losses[0], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensors_beside_parameters(stage: int, foreach: bool) -> None:
+    run_ranks(2, _beside, stage, foreach)
+
+
 def _own_things() -> list[str]:
     """A temperature beside the model, and a probe that each rank has for itself."""
     model, alpha = net(), torch.zeros(1, requires_grad=True)

@@ -28,6 +28,8 @@ def _buffers() -> list[Tensor]:
     model.register_buffer("transposed", grid.t())
     model.register_buffer("columns", grid[:, :2])
     model.register_buffer("expanded", grid[0].expand(3, 4))
+    model.register_buffer("repeated", torch.tensor(float(rank)).expand(3, 4))
+    model.register_buffer("strided", (torch.arange(10.0) + 100 * rank)[::2])
     model.register_buffer("number", torch.tensor(float(rank)))
     for number, kind in enumerate(kinds):
         model.register_buffer(f"kind{number}", torch.full((3,), 1 - rank).to(kind))
@@ -38,7 +40,8 @@ def _buffers() -> list[Tensor]:
 def test_buffers_are_rank_0s_however_they_lie() -> None:
     zero, one = run_ranks(2, _buffers)
     grid = torch.arange(12.0).view(3, 4)
-    for got, want in zip(zero, (grid.t(), grid[:, :2], grid[0].expand(3, 4)), strict=False):
+    wanted = [grid.t(), grid[:, :2], grid[0].expand(3, 4), torch.zeros(3, 4)]
+    for got, want in zip(zero, [*wanted, torch.arange(10.0)[::2]], strict=False):
         assert torch.equal(got, want)
     for ours, theirs in zip(zero, one, strict=True):
         assert torch.equal(
@@ -148,6 +151,28 @@ def _replaced(stage: int) -> int:
     torch.compiler.reset()
     gc.collect()
     return sum(each() is not None for each in alive)
+
+
+def _moved(stage: int) -> list[int]:
+    """Bytes of all parameters and their buffers, before and after `.to()`."""
+    model = zerofx.shard(net(lambda: nn.Linear(256, 256)), config(stage))
+    session, held = session_of(model), []
+    assert session is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)(torch.ones(2, 256, dtype=dtype)).sum().backward()
+        memory = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+            for state in session.states
+            for each in (state.shard, state.buffer)
+            if each is not None
+        }
+        held.append(sum(memory.values()))
+    return held
+
+
+def test_a_model_in_another_dtype_takes_its_memory_only() -> None:
+    for before, after in run_ranks(2, _moved, 3):
+        assert 2 * after == before
 
 
 @pytest.mark.parametrize("stage", [1, 3])

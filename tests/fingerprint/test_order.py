@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zerofx
+from tests.contract.loops import config
 from tests.fingerprint.chain import Chain, SwapGathers, fit, fit_unlike, messages_of_all
 from tests.ranks import RanksFailed, run_ranks
+from zerofx.sharding.shard import session_of
 
 
 def _fit_swapped() -> None:
@@ -33,6 +38,21 @@ def test_a_pass_that_one_rank_alone_has_is_named() -> None:
     """Before it swaps anything; `tests/own_passes` has one that all ranks have and one obeys."""
     for message in messages_of_all(2, _fit_swapped):
         assert "rank 1: pass swap_gathers: SwapGathers()" in message
+
+
+def _first_tags() -> list[int]:
+    """Of two models of a kind, and of a copy of which rank 0 made another alone."""
+    models: list[nn.Module] = [zerofx.shard(Chain(), config(3)) for _ in range(2)]
+    if dist.get_rank() == 0:
+        copy.deepcopy(models[0])
+    models.append(copy.deepcopy(models[0]))
+    sessions = [session for each in models if (session := session_of(each)) is not None]
+    return [session.journal.record("all_gather", "layers.0.weight") for session in sessions]
+
+
+def test_messages_of_models_do_not_meet() -> None:
+    one, other = run_ranks(2, _first_tags)
+    assert one == other and len(set(one)) == 3
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -69,6 +69,28 @@ def test_a_forward_may_have_no_backward(stage: int) -> None:
     run_ranks(2, _forward_alone, stage)
 
 
+def _evaluated_first(stage: int) -> None:
+    """An evaluation is the first to need the 16-bit copy after a step, which then is written."""
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+    half = {"param_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+    run = torch.compile(model, backend=f"zero{stage}", options={**EAGER, **half})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        run(draw(4, 6, seed=number)).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            run(draw(4, 6))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+        run(draw(4, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_inference_between_a_step_and_an_edit(stage: int) -> None:
+    run_ranks(2, _evaluated_first, stage)
+
+
 def _edit(stage: int) -> None:
     """Weights edited under no_grad or loaded are what the next forward reads."""
     pair = Pair(make("mlp"), stage)

@@ -102,9 +102,15 @@ def async_save(
 
     Returns:
         The save under way, whose `wait()` every rank calls.
+
+    Raises:
+        CheckpointError: on all ranks, if the first one cannot copy the extra.
     """
     ranks = ranks_that_hold(model, "checkpoint.async_save")
     ranks.claim(path)
+    copied: list[Any] = []
+    ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
+    extra = copied[0] if copied else None
     state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
     # The thread talks to other ranks while training does: it needs a group of its own.
     group = ranks.new_group()

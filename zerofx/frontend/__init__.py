@@ -1,7 +1,7 @@
 """The torch seam: backends, capture, annotation, the cut, segments, lowering.
 
 Composes all other folders; only public names stand above it. Modules: backend, roots,
-first_forward, step_guard, capture, watch, annotate, reads, shards, aliases, kept_reads, partition,
-segments, inner, quantize, weigh, places, lower; dump, report, predict, breaks, measure, trial,
+first_forward, step_guard, capture, watch, annotate, bodies, reads, shards, aliases, kept_reads,
+partition, segments, inner, quantize, weigh, places, lower; dump, report, predict, breaks, measure, trial,
 standalone, plain_ops, plain_codes; joint, rehearsal, views, stacks, resident, planner, choose.
 """

@@ -114,7 +114,9 @@ class Capture:
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
         handed_out = returned(module, self.inputs.params)
-        taken, shards_of = take_shards(module, example_inputs, self._params_to_take())
+        taken, shards_of = take_shards(
+            module, example_inputs, self._params_to_take(), lambda: self._read_later
+        )
         wrapped = any(isinstance(value, DTensor) for value in taken)
         head, regenerate = views_outside(module) if wrapped else (module, None)
         compiled = trace_and_compile(

@@ -98,7 +98,9 @@ def lower(
     outputs = [Register(number[v]) if isinstance(v, fx.Node) else v for v in program.outputs]
     # Segments also read symbols that only the shapes of their values mention.
     unread = [number[node] for node in inputs if node not in last and node not in program.outputs]
-    return Executable(steps, len(inputs), len(number), outputs, unread)
+    alone = all(spec.layout.num_ranks == 1 for spec in program.params.values())
+    # Means of one rank are the gradients themselves, which the user may clip in place.
+    return Executable(steps, len(inputs), len(number), outputs, unread, apart=backward and alone)
 
 
 def _read_by(piece: fx.Node | Segment) -> tuple[fx.Node, ...]:

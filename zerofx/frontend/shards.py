@@ -6,18 +6,24 @@ subclass's own dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx
+from torch.distributed.tensor import DTensor
 
+from zerofx.errors import UnsupportedError
 from zerofx.frontend.reads import graphs_with
 from zerofx.ir.spec import ParamSpec
+from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import fake_shard, is_checkpoint_call, is_to_local, local_parts
 
 
 def take_shards(
-    module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, ParamSpec]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    params: dict[int, ParamSpec],
+    saved: Callable[[], Collection[str]],
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Let a graph take shards instead of parameters, where it reads nothing else of them.
 
@@ -25,6 +31,7 @@ def take_shards(
         module: Dynamo's graph, edited in place.
         inputs: its inputs.
         params: parameters by input position.
+        saved: names of those that backward reads, once the graph was traced.
 
     Returns:
         Its inputs from now on, fake where they are shards; and what makes real ones of the old.
@@ -44,12 +51,34 @@ def take_shards(
         taken[place] = fake_shard(inputs[place])
 
     def shards_of(values: Sequence[Any]) -> list[Any]:
-        found = list(values)
-        for place, shard in zip(places, local_parts([found[p] for p in places]), strict=True):
+        found, whole = list(values), [values[place] for place in places]
+        shards = local_parts(whole, _unchanged(whole, saved()))
+        for place, shard in zip(places, shards, strict=True):
             found[place] = shard
         return found
 
     return taken, shards_of
+
+
+def _unchanged(params: Sequence[DTensor], saved: Collection[str]) -> Callable[[], None]:
+    """What refuses a backward if an optimizer updated parameters that it reads since now.
+
+    Autograd looks at local tensors, which operations on a `DTensor` do not count as written.
+    """
+    owners = filter(None, map(owner_of, params))
+    then = [(one.state, one.state.num_updates) for one in owners if one.state.spec.name in saved]
+
+    def refuse() -> None:
+        updated = [state.spec.name for state, number in then if state.num_updates != number]
+        if updated:
+            raise UnsupportedError(
+                "an optimizer updated parameters between a forward and its backward, which reads "
+                "them",
+                "call backward() before optimizer.step(), or run the forward again after it",
+                updated,
+            )
+
+    return refuse
 
 
 def _reads_more(node: fx.Node) -> bool:

@@ -83,7 +83,7 @@ def standalone(program: Program) -> str:
         region=program.region.value,
         needs="the kernels' reference" if plain.sends_codes else "nothing",
         stage=program.stage,
-        ranks=max((each.num_shards * each.num_replicas for each in layouts), default=1),
+        ranks=max((each.num_ranks for each in layouts), default=1),
         inputs="\n".join(f"    {place:3}  {name}" for place, name in enumerate(plain.inputs)),
     )
     communication = inspect.getsource(plain_ops).partition('"""\n\n')[2]

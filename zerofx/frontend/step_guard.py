@@ -102,9 +102,7 @@ def _check(optimizer: Optimizer) -> None:
         session.handed_out.refuse_written()
         if session.config.detect_anomaly:
             refuse_non_finite(session, params)
-    # With learning rates of zero torch makes optimizer state before a checkpoint is loaded.
-    applies = any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
-    if dist.get_world_size() > 1 and applies and not hasattr(optimizer, _TRUSTED):
+    if dist.get_world_size() > 1 and _applies(optimizer) and not hasattr(optimizer, _TRUSTED):
         _refuse_unreduced(params)
     for session in live_sessions():
         if session.config.grad_dtype is not None:
@@ -114,9 +112,14 @@ def _check(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = params_of(optimizer)
     for session in live_sessions():
-        session.optimizer_stepped(params)
+        session.optimizer_stepped(params, applies=_applies(optimizer))
         if session.config.grad_dtype is not None:
             narrow_gradients(session.states)
+
+
+def _applies(optimizer: Optimizer) -> bool:
+    """With learning rates of zero torch makes optimizer state before a checkpoint is loaded."""
+    return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
 
 
 def _refuse_unreduced(params: list[Tensor]) -> None:

@@ -64,6 +64,11 @@ class Layout:
     secondary_codes: bool = False
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh."""
+        return self.num_shards * self.num_replicas
+
+    @property
     def num_nodes(self) -> int:
         """Nodes that the shard axis spans."""
         return max(1, self.num_shards // self.node_size)

@@ -86,6 +86,7 @@ class BucketGather:
         for place in places:
             state, shard = self._states[place], self._shards[place]
             if state is not None and domain.layout.resident:
+                domain.session.handed_out.refuse_written([state])  # which the gather would hide
                 self._values[place] = state.resident_copy()
             else:
                 numel = domain.layout.num_shards * self._chunk_numel(place)

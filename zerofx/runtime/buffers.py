@@ -33,6 +33,7 @@ class BufferSync:
         self._begun: bool | None = None  # `None` where this forward did not say it
         self._parts: set[Hashable] = set()
         self._trains = False
+        self._trained = self._changes = False  # alike on all ranks
         self._group: dist.ProcessGroup | None = None  # that answers whether any changed
 
     def forward_begins(self, *, trains: bool) -> None:
@@ -45,9 +46,10 @@ class BufferSync:
         """Give all buffers of the model rank 0's values, if a forward begins and any changed.
 
         Whether any changed is a question to all ranks if the forward trains: one of them alone may
-        have taken the branch that writes (a codebook that restarts dead codes). Elsewhere, ranks
-        that evaluate alone among them, each rank answers it for itself; so it does in a second
-        forward before a backward where forwards do not say when they begin.
+        have taken the branch that writes (a codebook that restarts dead codes). If any did before,
+        it is one in the first forward after such a one, too. Elsewhere, ranks that evaluate alone
+        among them, each rank answers it for itself; so it does in a second forward before a
+        backward where forwards do not say when they begin.
 
         Args:
             session: the model.
@@ -58,6 +60,8 @@ class BufferSync:
         begins, asks = self._is_first(part, trains)
         if not begins or session.world.size == 1:
             return
+        asks = asks or (self._changes and self._trained and not self._trains)
+        self._trained = self._trains
         root = session.root()
         of_model = list(root.buffers()) if root is not None else []
         known = list({id(each): each for each in (*of_model, *buffers)}.values())
@@ -106,6 +110,7 @@ class BufferSync:
         flag = torch.tensor([changed], dtype=torch.int32)
         with session.recorded("all_reduce", "whether buffers changed"):
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        self._changes = self._changes or bool(flag.item())
         return bool(flag.item())
 
 

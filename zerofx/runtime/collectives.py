@@ -182,7 +182,10 @@ def _stored(tensor: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Its bytes, 1-D: backends know but some of the dtypes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().view(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # one element is contiguous at any stride
+    return flat.view(torch.uint8)
 
 
 def _groups(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from zerofx.runtime.in_place import note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
     clamp_whole,
+    compute_pointwise,
     count_foreach_writes,
     foreach_by_default,
     read_scalars_whole,
@@ -27,6 +28,7 @@ from zerofx.torch_private import (
 
 # Updates by hand, averages of weights, Rprop; `zero_grad(set_to_none=False)` drops held-back sums.
 count_foreach_writes(note_cleared)
+compute_pointwise()
 update_local_tensors()
 foreach_by_default(*KINDS)
 

@@ -59,14 +59,14 @@ class FullValue(Tensor):
 _GRAD: Any = Tensor.grad
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Value:
     """One of them.
 
     Attributes:
         tensor: while somebody holds it.
         counter: has its version counter, and none of its memory.
-        version: when it was handed out.
+        version: when it was handed out, or renewed.
     """
 
     tensor: TensorWeakRef
@@ -99,6 +99,12 @@ class HandedOut:
             return None
         kept = kept_by_running_function()
         return next((each for each in kept if any(each is value for value in values)), None)
+
+    def renew(self, state: ParamState) -> None:
+        """What wrote to a resident copy was a gather."""
+        for each in self._values.get(state, ()):
+            if each.counter is not None:
+                each.version = each.counter._version
 
     def refuse_written(self, states: Iterable[ParamState] | None = None) -> None:
         """Raise if a value was written to; forget those that are gone.

@@ -22,6 +22,13 @@ _RANDOM = (
     *("random_", "uniform_"),
 )
 
+_ACROSS_ROWS = (
+    *("addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "cumprod_", "cumsum_"),
+    *("fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_"),
+    *("masked_scatter_", "put_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_"),
+    *("tril_", "triu_"),
+)
+
 
 def _is_in_place(name: str) -> bool:
     method = name.endswith("_") and not name.startswith("_") and name not in _RESHAPING
@@ -64,7 +71,14 @@ def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
         if name == "zero_":
             yield name, _zero_
         elif name != "copy_":
-            yield name, _draws(name) if name in _RANDOM else _takes_full(name)
+            make = (
+                _draws
+                if name in _RANDOM
+                else _writes_whole
+                if name in _ACROSS_ROWS
+                else _takes_full
+            )
+            yield name, make(name)
 
 
 def _draws(name: str) -> Callable[..., Any]:
@@ -83,6 +97,23 @@ def _draws(name: str) -> Callable[..., Any]:
         return DTensor.copy_(self, drawn)
 
     return draw
+
+
+def _writes_whole(name: str) -> Callable[..., Any]:
+    """The full value is written to, and each rank takes its rows of it.
+
+    torch's may leave the tensor itself with other placements (`index_copy_`).
+    """
+    plain = getattr(DTensor, name)
+
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(self, *args, **kwargs)
+        whole = full(self.detach())
+        getattr(whole, name)(*map(full, args), **{key: full(each) for key, each in kwargs.items()})
+        return self.copy_(whole)
+
+    return write
 
 
 def _takes_full(name: str) -> Callable[..., Any]:
@@ -104,7 +135,9 @@ def _like(written: DTensor, operand: Any) -> Any:
 
 
 def full(value: Any) -> Any:
-    """The whole of a `DTensor`; anything else as it is."""
+    """The whole of a `DTensor`, and of each in a tuple; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(full(each) for each in value)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

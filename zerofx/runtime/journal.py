@@ -46,6 +46,7 @@ class Journal:
         rank: of this process.
         ranks: of all processes that hold the model, ascending; numbers are global.
         passes: names of the passes that users added, which may be at fault.
+        origin: the same on all ranks; messages of models of another one do not meet.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Journal:
         rank: int,
         ranks: Sequence[int],
         passes: Sequence[str] = (),
+        origin: str = "",
     ) -> None:
         self._key = key
         self._store = store
@@ -63,7 +65,7 @@ class Journal:
         self._others = [peer for peer in ranks if peer != rank]
         self._lock = threading.Lock()
         self._count = 0
-        self._checksum = 0
+        self._checksum = zlib.crc32(origin.encode())
         self._recent: collections.deque[str] = collections.deque(maxlen=_KEPT)
         self._plans = 0
         self._decided: dict[str, str] = {}

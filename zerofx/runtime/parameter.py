@@ -112,8 +112,7 @@ class Sharded(DTensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         whole = full(self.detach())
-        places = tuple(map(full, index)) if isinstance(index, tuple) else full(index)
-        whole[places] = full(value)
+        whole[full(index)] = full(value)
         self.copy_(whole)
 
     def _stable_hash_for_caching(self) -> str:

@@ -18,6 +18,7 @@ from zerofx.runtime.gradients import hold_gradients_in
 from zerofx.runtime.local_sum import LocalSum
 from zerofx.runtime.ownership import OWNER, Owner
 from zerofx.runtime.parameter import local_tensor, make_writable
+from zerofx.torch_private import storage_key
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
@@ -39,8 +40,9 @@ class ParamState:
         buffer: 1-D; the padded chunk, or the padded full value for a resident layout. The local
             shard is a view into it, unless the full value has another dtype: then it is the master
             copy, apart from the resident one, which may be gone until the next gather. `None` for
-            replicated parameters too.
+            replicated parameters, and for sharded ones that `.to()` moved.
         dirty: the shard changed since the resident copy was gathered.
+        num_updates: by optimizers.
         local_sum: full local gradients that are not exchanged yet.
     """
 
@@ -55,6 +57,7 @@ class ParamState:
             hold_gradients_in(param, spec.grad_dtype)
         self.buffer = buffer
         self.dirty = False
+        self.num_updates = 0
         self.local_sum = LocalSum(param, spec.name)
         self._seen = self.versions()
         vars(param)[OWNER] = Owner(self)
@@ -101,7 +104,8 @@ class ParamState:
         """Memory of the padded full value, 1-D."""
         if self.buffer is None:
             dtype = self.spec.full_dtype
-            self.buffer = self.shard.new_empty(self.spec.padded_numel, dtype=dtype)
+            with torch.inference_mode(False):  # an evaluation may be the first to need it
+                self.buffer = self.shard.new_empty(self.spec.padded_numel, dtype=dtype)
         return self.buffer
 
     def drop_resident_copy(self) -> None:
@@ -115,8 +119,12 @@ class ParamState:
         make_writable(self.param)  # `.to()` gives it torch's own class
         shard, buffer = self.shard, self.buffer
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
-        dtype = self.spec.full_dtype if self.spec.layout.resident else shard.dtype
-        if buffer is not None and (buffer.dtype, buffer.device) != (dtype, shard.device):
+        if buffer is None or storage_key(buffer) == storage_key(shard):
+            return
+        dtype = self.spec.full_dtype
+        if not self.spec.layout.resident:
+            self.buffer = None  # padding is not worth a second copy of the shard
+        elif (buffer.dtype, buffer.device) != (dtype, shard.device):
             self.buffer = buffer.to(dtype=dtype, device=shard.device)
             self.dirty = True
 
@@ -132,6 +140,7 @@ class ParamState:
         if self.buffer is not None and self._edited():
             # Readers of the resident copy that autograd saved are out of date from here on.
             torch.autograd.graph.increment_version(self.buffer)
+        self.domain.session.handed_out.renew(self)
         self.dirty = False
         self._seen = self.versions()
 

@@ -39,7 +39,7 @@ class Place:
     handle: int
     number: int
 
-    def explain(self, error: RuntimeError, flying: Sequence[Pending]) -> NoReturn:
+    def explain(self, error: BaseException, flying: Sequence[Pending]) -> NoReturn:
         """Raise `error`, or what explains it.
 
         Args:
@@ -52,18 +52,18 @@ class Place:
             RankGoneError: a collective failed since ranks ended.
         """
         domain = find_domain(self.handle)
-        if domain is None or isinstance(error, ZeroFxError):
+        if domain is None:
+            raise error
+        held = domain.session.gathered.used_bytes()
+        domain.session.abandon(flying)
+        if isinstance(error, ZeroFxError) or not isinstance(error, RuntimeError):
             raise error
         if is_out_of_memory(error):
-            raise self._out_of_memory(error, domain.session, flying) from error
+            raise self._out_of_memory(error, domain.session, held) from error
         with domain.session.explained():
             raise error
 
-    def _out_of_memory(
-        self, error: RuntimeError, session: Session, flying: Sequence[Pending]
-    ) -> OutOfMemoryError:
-        held = session.gathered.used_bytes()
-        session.gathered.abandon()
+    def _out_of_memory(self, error: RuntimeError, session: Session, held: int) -> OutOfMemoryError:
         size = f" ({self.num_bytes / _MIB:.1f} MiB of full values)" if self.num_bytes else ""
         where = f"{self.number}: {self.kind} {self.name}"
         apart = session.journal.drop_step(where, session.config.hang_timeout)
@@ -82,10 +82,8 @@ class Place:
         )
         if apart:
             session.journal.close(found)
-            return found
-        # All ranks sent these messages; gloo sends nothing more to who drops one.
-        for work in (work for pending in flying for work in pending.works):
-            work.wait()
+        else:
+            session.settle()
         return found
 
 

@@ -76,17 +76,20 @@ class Session:
         self.states: list[ParamState] = []
         self._root: weakref.ref[nn.Module] | None = None
         self.gathered = GatheredMemory()
+        self._left: list[Pending] = []
         self.kept = KeptValues(self.gathered)
         self.handed_out = HandedOut()
         self.codes = CodeMemory.empty(config.drift_every)
         ranks = members(self.mesh)
-        # One rank may copy a model alone: numbers of new models stay in step all the same.
+        # One rank may copy or unpickle a model alone: numbers of new models stay in step all the
+        # same, and messages of copies do not go by numbers.
         kind = "model" if network is None else "unpickled model"
         self.key = copied.next_copy() if copied is not None else new_key(kind, ranks)
+        alike = self.key if network is None else kind
+        self._origin = alike if copied is None else f"{copied._origin}/copy"
         self._num_copies = 0
-        self._is_copy = copied is not None
         self.journal = Journal(
-            self.key, default_store(), dist.get_rank(), ranks, config.added_passes
+            self.key, default_store(), dist.get_rank(), ranks, config.added_passes, self._origin
         )
         self.watch = Watch(self.journal, config.hang_timeout)
         if len(ranks) > 1:
@@ -142,9 +145,20 @@ class Session:
             DivergedError: the ranks issued different collectives.
             RankGoneError: ranks ended.
         """
+        self.settle()
         while not pending.done:
             self.advance(pending)
         return pending.values
+
+    def abandon(self, flying: Sequence[Pending]) -> None:
+        """A program stopped midway, and leaves collectives under way to `settle`."""
+        self.gathered.abandon()
+        self._left += [Pending([], pending.works, pending.keep) for pending in flying]
+
+    def settle(self) -> None:
+        """Wait for what programs left that stopped: gloo sends no more to who drops a message."""
+        while self._left:
+            self.advance(self._left.pop())
 
     def advance(self, pending: Pending) -> None:
         """Wait for the hop under way, and start the next one if there is one."""
@@ -160,23 +174,19 @@ class Session:
         """Say why a collective failed, if ranks issued different ones or are gone."""
         return self.watch.explained()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Hold gradients back; see `zerofx.no_sync`."""
-        return self.accumulation.no_sync()
-
     def is_average(self) -> bool:
         """Whether this is a copy that nobody trains: an average of weights, a target network.
 
         Such copies are updated by other means than an optimizer, whose hooks would tell.
         """
-        return self._is_copy and not self.accumulation.begun
+        return self._origin.endswith("/copy") and not self.accumulation.begun
 
     def enter_backward(self) -> None:
         """Called by every reduction; the first one of a backward pass opens it."""
         self.accumulation.enter(self.states, self._leave_backward)
 
-    def optimizer_stepped(self, params: Iterable[Tensor]) -> None:
-        """An optimizer updated `params`: resident copies of them are out of date."""
+    def optimizer_stepped(self, params: Iterable[Tensor], *, applies: bool = True) -> None:
+        """An optimizer updated `params`, unless its rate is zero: resident copies are stale."""
         stepped = {id(param) for param in params}
         for state in self.states:
             if id(state.param) in stepped:
@@ -185,6 +195,7 @@ class Session:
                 # What has no gradient is not updated: frozen parameters keep their codes.
                 if state.param.grad is not None:
                     self.codes.frozen.drop(state)
+                    state.num_updates += applies
 
     def refresh(self) -> None:
         """Shards changed without a trace: every copy of them, and what was learnt, is of no use."""

@@ -147,8 +147,10 @@ def cut_state(optimizer: Optimizer, states: Mapping[int, ParamState], cut: Slice
     """
     for param, entries in optimizer.state.items():
         state = states.get(id(param))
-        whole = [] if state is None else _whole(entries, state)
-        if state is None or not whole:
+        if state is None:
+            continue
+        whole = _whole(entries, state)
+        if not whole:
             return  # `load_state_dict` gives all of them at once
         entries.update((key, cut(entries[key], state)) for key in whole)
 

@@ -103,7 +103,7 @@ def shard_model(
         keep_freed_memory()
     for waiting, opened in _waiting.get():
         if id(session) in _sessions(waiting):
-            opened.enter_context(session.no_sync())
+            opened.enter_context(session.accumulation.no_sync())
     return session
 
 

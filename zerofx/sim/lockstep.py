@@ -272,7 +272,7 @@ class _Ranks:
         if spec is None:
             raise self._error(node, "concerns no parameter of the program", "write its facts")
         layout = spec.layout
-        if layout.num_shards * layout.num_replicas != self.world:
+        if layout.num_ranks != self.world:
             raise self._error(node, f"has layout {layout.name}, not of {self.world} ranks", "")
         return spec
 

@@ -51,6 +51,7 @@ from zerofx.torch_private.distributed import (
     reduce_scatter_flat,
 )
 from zerofx.torch_private.foreach import (
+    compute_pointwise,
     count_foreach_writes,
     foreach_by_default,
     update_local_tensors,
@@ -111,6 +112,7 @@ __all__ = [
     "compilations",
     "compile_for_sizes",
     "compile_with_inductor",
+    "compute_pointwise",
     "count_foreach_writes",
     "default_store",
     "dynamo_input_of",

@@ -40,15 +40,21 @@ def local_part(value: DTensor) -> Tensor:
     return local
 
 
-def local_parts(values: Sequence[DTensor]) -> Sequence[Tensor]:
-    """The local tensors of many parameters, differentiable once; cheaper than one by one."""
-    return _LocalParts.apply(*values) if values else ()
+def local_parts(values: Sequence[DTensor], before_backward: Callable[[], None]) -> Sequence[Tensor]:
+    """The local tensors of many parameters, differentiable once; cheaper than one by one.
+
+    Args:
+        values: the parameters.
+        before_backward: called before gradients are handed on.
+    """
+    return _LocalParts.apply(before_backward, *values) if values else ()
 
 
 class _LocalParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *values: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, before_backward: Any, *values: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.before_backward = before_backward
         ctx.specs = [value._spec for value in values]
         found = tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
         frozen = [f for f, value in zip(found, values, strict=True) if not value.requires_grad]
@@ -57,10 +63,12 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple(
+        ctx.before_backward()
+        wrapped = (
             None if grad is None else DTensor(grad, spec, requires_grad=False)
             for grad, spec in zip(grads, ctx.specs, strict=True)
         )
+        return None, *wrapped
 
 
 def fake_shard(value: DTensor) -> Tensor:
