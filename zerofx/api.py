@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +19,7 @@ from zerofx.option_checks import refuse_choosers
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
+from zerofx.runtime.collectives import all_reduce_mean
 from zerofx.runtime.drift import Drift
 from zerofx.runtime.handles import note_call, states_by_param
 from zerofx.runtime.loss_scale import GradScaler
@@ -146,7 +146,8 @@ def unshard(
     Args:
         what: a sharded model, a module inside one, or parameters of one.
         writeback: whether values that were edited are written to the shards at the end; each rank
-            writes its own part, so edit alike on all ranks.
+            writes its own part, so edit alike on all ranks. Edits of the parameters themselves
+            stay as well, unless their value was edited, too.
 
     Yields:
         Values by the names of `what.named_parameters()`; for parameters, by their names in the
@@ -162,9 +163,10 @@ def unshard(
             name: cast(DTensor, state.param.detach()).full_tensor().clone()
             for name, state in states.items()
         }
+    before = {name: state.shard.detach().clone() for name, state in states.items() if writeback}
     yield values
-    if writeback and states:
-        _write_back({state: values[name] for name, state in states.items()})
+    if before:
+        _write_back({state: (before[name], values[name]) for name, state in states.items()})
 
 
 def refresh(model: nn.Module) -> None:
@@ -218,18 +220,21 @@ def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState
 
 
 @torch.no_grad()
-def _write_back(values: dict[ParamState, Tensor]) -> None:
-    """Write what was edited, on any rank: looking alone is no edit of what a backward will read."""
-    shards = {state: local_tensor(cut(value, state)) for state, value in values.items()}
+def _write_back(values: dict[ParamState, tuple[Tensor, Tensor]]) -> None:
+    """Write what was edited, on any rank: looking alone is no edit of what a backward will read.
+
+    Args:
+        values: the shard before, and the full value after.
+    """
+    shards = {state: local_tensor(cut(value, state)) for state, (_, value) in values.items()}
     session = next(iter(values)).domain.session
     edited = torch.tensor(
-        [not same_bits(shard, state.shard) for state, shard in shards.items()],
-        dtype=torch.int32,
+        [float(not same_bits(before, shards[state])) for state, (before, _) in values.items()],
         device=session.device,
     )
     if session.world.size > 1:
-        with session.recorded("all_reduce", "edited values"):
-            dist.all_reduce(edited, dist.ReduceOp.MAX, group=session.world.group)
+        tag = session.journal.record("all_reduce", "edited values")
+        (edited,) = session.wait(all_reduce_mean([edited], session.world, tag))
     for (state, shard), is_edited in zip(shards.items(), edited.tolist(), strict=True):
         if is_edited:
             state.shard.copy_(shard)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.page.dumps import dump_gpt, rehearse
 from zerofx.cli.main import main
+from zerofx.errors import ConfigError
 from zerofx.page.build import build_page
 
 
@@ -75,6 +77,18 @@ def test_a_damaged_dump_is_named(
         found = capsys.readouterr().err
         assert f"{path} {said}" in found and "Remedy: dump it again" in found
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_damaged_measurement_is_named(dump: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(dump, tmp_path / "damaged")
+    (damaged / "graph0" / "forward" / "measured.json").write_text('{"steps": [')
+    with pytest.raises(ConfigError, match=r"forward/measured\.json cannot be read as JSON"):
+        build_page(damaged)
+
+
+def test_a_folder_is_no_page(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(dump), "-o", str(dump)]) == 2
+    assert "is a folder" in capsys.readouterr().err
 
 
 def test_data_cannot_end_its_script(tmp_path: Path) -> None:

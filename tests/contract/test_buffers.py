@@ -31,6 +31,32 @@ class Restarting(nn.Module):
         return F.mse_loss(self.last(hidden * self.scale.mean().log2()), y)
 
 
+class Cumulative(nn.Module):
+    """Averages over all batches: its counter is raised in a graph of its own, its mean after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 13), nn.Linear(13, 5)
+        self.norm = nn.BatchNorm1d(13, momentum=None)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.last(self.norm(self.first(x))), y)
+
+
+class Counterless(Cumulative):
+    """Has running statistics and no counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.norm
+        self.register_buffer("mean", torch.zeros(13))
+        self.register_buffer("var", torch.ones(13))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.batch_norm(self.first(x), self.mean, self.var, training=self.training)
+        return F.mse_loss(self.last(x), y)
+
+
 class Redrawing(nn.Module):
     """Draws a projection anew behind a graph break, as Performers do, and normalises."""
 
@@ -124,7 +150,7 @@ def test_ranks_ask_each_other_over_gloo_where_nccl_is_alone() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", [Redrawing, Recurrent])
+@pytest.mark.parametrize("kind", [Cumulative, Counterless, Redrawing, Recurrent])
 def test_values_that_ranks_write_inside_a_forward(kind: type[nn.Module], stage: int) -> None:
     run_ranks(2, _trains_as_ddp, kind, stage)
 

@@ -56,6 +56,10 @@ def _looked_at(stage: int) -> None:
             values["first.weight"][-1].mul_(2)
     last = full(model.first.weight)[-1]
     torch.testing.assert_close(last, 2 * ddp.module.first.weight[-1])
+    with zerofx.unshard(model) as values, torch.no_grad():
+        values["first.bias"].fill_(3)
+        model.last.weight.fill_(2)  # as in DeepSpeed's `GatheredParameters`
+    assert (full(model.first.bias) == 3).all() and (full(model.last.weight) == 2).all()
     assert run(*data(0)).isfinite()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
     one = dump(tmp_path / "one")
     with pytest.raises(ConfigError, match="holds no dump"):
         compare(one, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a whole dump, the other is not"):
+        compare(one, one / "graph0")
+    empty = shutil.copytree(one, tmp_path / "empty")
+    for text in (empty / "graph0" / "forward").glob("*.txt"):
+        text.unlink()
+    with pytest.raises(ConfigError, match="forward holds no program"):
+        compare(one, empty)
     report = one / "graph0" / "report.json"
     report.write_text(json.dumps({**json.loads(report.read_text()), "version": 0}))
     with pytest.raises(ConfigError, match="version 0 of the schema, not 2"):

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.checkpoint.runs import full
 from tests.ranks import run_ranks
 from zerofx import ZeroConfig
+from zerofx.errors import UnsupportedError
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -96,3 +97,24 @@ def _resumes(folder: str) -> None:
 
 def test_resumes_bitwise_at_another_stage(tmp_path: Path) -> None:
     run_ranks(2, _resumes, str(tmp_path), timeout=120)
+
+
+def _averages(folder: str) -> str:
+    from zerofx.integrations import ZeroStrategy
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ZeroStrategy(ZeroConfig(stage=3, **OPTIONS)),
+        callbacks=[lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.1)],
+        default_root_dir=folder,
+        logger=False,
+    )
+    with pytest.raises(UnsupportedError, match="on_fit_start") as error:
+        trainer.fit(Module(), data())
+    return str(error.value)
+
+
+def test_averages_of_lightnings_own_are_refused(tmp_path: Path) -> None:
+    for said in run_ranks(2, _averages, str(tmp_path)):
+        assert "StochasticWeightAveraging" in said

@@ -63,6 +63,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     ]
     if args.output is not None and not args.output.parent.is_dir():
         raise ConfigError(f"{args.output.parent} is no folder", "name a file in one that exists")
+    if args.output is not None and args.output.is_dir():
+        raise ConfigError(f"{args.output} is a folder", f"name a file in it: {NAME}")
     page = write_page(args.dump, args.output)
     data = {"page": str(page), "programs": [dataclasses.asdict(each) for each in headlines]}
     return Answer(data, (*map(str, headlines), f"written to {page}"))

@@ -44,12 +44,18 @@ def compare(one: Path, other: Path) -> list[Difference]:
         The programs that differ, in order; empty if nothing does.
 
     Raises:
-        ConfigError: a path holds no dump, or one of another version of zerofx.
+        ConfigError: a path holds no dump, or one of another version of zerofx; or one is a whole
+            dump, and the other one graph.
     """
     if one.is_file() and other.is_file():
         text = diff(one.read_text(), other.read_text())
         return [Difference("", (), text)] if text else []
     mine, theirs = _programs(one), _programs(other)
+    if (one / "report.json").is_file() is not (other / "report.json").is_file():
+        raise ConfigError(
+            f"one of {one} and {other} is a whole dump, the other is not",
+            "compare two dumps, two folders graph<N> of dumps, or two text files",
+        )
     found: list[Difference] = []
     for where in dict.fromkeys((*mine, *theirs)):
         if where not in mine or where not in theirs:
@@ -75,7 +81,10 @@ def _programs(root: Path) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
     for path in reports:
         for program in read_report(path)["programs"]:
-            texts = sorted((path.parent / program["region"]).glob("[0-9][0-9][0-9]_*.txt"))
+            folder = path.parent / program["region"]
+            texts = sorted(folder.glob("[0-9][0-9][0-9]_*.txt"))
+            if not texts:
+                raise ConfigError(f"{folder} holds no program", "dump it again with this zerofx")
             stages = {text.stem[4:]: text.read_text() for text in texts}
             prefix = "" if path.parent == root else f"{path.parent.name}/"
             out[prefix + program["region"]] = {

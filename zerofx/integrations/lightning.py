@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
@@ -29,8 +29,8 @@ class ZeroStrategy(DDPStrategy):
         kwargs: those of `DDPStrategy` that are not DistributedDataParallel's.
 
     Raises:
-        UnsupportedError: several optimizers share the module, or a checkpoint goes to a storage of
-            one's own.
+        UnsupportedError: several optimizers share the module, a callback averages weights, or a
+            checkpoint goes to a storage of one's own.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class ZeroStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard and compile the module, then make its optimizer."""
         assert self.accelerator is not None and self.model is not None
+        _refuse_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if not any(param.is_meta for param in self.model.parameters()):
@@ -122,3 +123,17 @@ class ZeroStrategy(DDPStrategy):
                 [type(optimizer).__name__ for optimizer in self.optimizers],
             )
         return self.optimizers[0] if self.optimizers else None
+
+
+def _refuse_averages(callbacks: Iterable[Any]) -> None:
+    """Those of Lightning copy the module before it is sharded, and save ranks' rows of averages."""
+    kinds = {"WeightAveraging", "StochasticWeightAveraging"}
+    classes = [type(each) for each in callbacks]
+    names = [each.__name__ for each in classes if kinds & {c.__name__ for c in each.__mro__}]
+    if names:
+        raise UnsupportedError(
+            "callbacks average weights",
+            "copy.deepcopy the module in on_fit_start of a callback of your own, average the "
+            "copy's parameters in on_train_batch_end, and save it by zerofx.checkpoint.save",
+            names,
+        )

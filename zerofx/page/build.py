@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from zerofx.errors import ConfigError
 
@@ -75,8 +76,17 @@ def _blocks(report: Path) -> Iterator[str]:
     }
     yield _data("diffs", json.dumps(diffs))
     times = sorted(report.parent.glob("*/measured.json"))
-    measured = {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in times}
+    measured = {path.parent.name: _measured(path) for path in times}
     yield _data("measured", json.dumps(measured))
+
+
+def _measured(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} cannot be read as JSON: {error}", "delete it, or run the program again"
+        ) from error
 
 
 def _data(kind: str, text: str) -> str:

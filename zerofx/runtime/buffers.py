@@ -93,6 +93,10 @@ class BufferSync:
         self._knows_buffers = True
         self._marks.update((buffer, _mark(buffer)) for buffer in buffers)
 
+    def will_change(self, buffers: Iterable[Tensor]) -> None:
+        """Programs, and kernels of normalisation, write to them: autograd counts no version."""
+        self._marks.update((buffer, None) for buffer in buffers if buffer in self._marks)
+
     def moved(self) -> None:
         """The model has other tensors (`.to()`)."""
         self._knows_buffers = False

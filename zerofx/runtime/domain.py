@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -210,7 +210,17 @@ class Domain:
         self.session.wait(pending)
         return pending.take(member).view(shard.shape).to(dtype or shard.dtype)
 
-    def sync_buffers(self, buffers: Sequence[Tensor], part: Hashable, region: Region) -> None:
-        """Rank 0's values, in place, before the part of a forward that a program is."""
+    def sync_buffers(
+        self, buffers: Sequence[Tensor], part: Hashable, region: Region, written: Iterable[int]
+    ) -> None:
+        """Rank 0's values, in place, before the part of a forward that a program is.
+
+        Args:
+            buffers: of the program.
+            part: names it.
+            region: of the model that it is.
+            written: which of them it is about to write to.
+        """
         trains = region is Region.FORWARD
         self.session.buffers.before_part(self.session, part, buffers, trains=trains)
+        self.session.buffers.will_change([buffers[place] for place in written])

@@ -126,6 +126,8 @@ def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
         part, trains = (id(module), name), torch.is_grad_enabled()
         session.buffers.before_part(session, part, own, trains=trains)
+        if module.training and getattr(module, "track_running_stats", False):
+            session.buffers.will_change(own)
     value = UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
     session.handed_out.add(state, value)
     return value
