@@ -251,3 +251,20 @@ def test_passes_of_deepspeeds_compiler() -> None:
     assert _recipe({"compile": {"deepcompile": True, "passes": ["z3"]}}).rows[-1].taken == "off"
     with pytest.raises(UnsupportedError, match=r"compile\.passes"):
         _recipe({"compile": {"deepcompile": True, "passes": ["z3", "autosp"]}})
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"compression_training": {"layer_reduction": {"enabled": False}, "row_pruning": {}}},
+    ],
+)
+def test_sections_in_which_all_is_off(off: dict[str, Any]) -> None:
+    zerofx.from_deepspeed({"train_batch_size": 8, **off}, world_size=1)
+
+
+def test_parameters_of_other_optimizers_are_named() -> None:
+    lamb = {"type": "Lamb", "params": {"max_coeff": 0.3}}
+    with pytest.raises(UnsupportedError, match="max_coeff: Lamb"):
+        zerofx.from_deepspeed({"train_batch_size": 8, "optimizer": lamb}, world_size=1)

@@ -27,3 +27,5 @@ def test_the_command_prints_keys_and_files(capsys: pytest.CaptureFixture[str]) -
     assert "option stage: 3" in shown
     with pytest.raises(SystemExit, match=r"optimizer\.params\.lr"):
         main([str(ROOT / "examples" / "ds_config.json")])
+    with pytest.raises(SystemExit, match="KEY=VALUE"):
+        main([str(ROOT / "examples" / "ds_config.json"), "--auto=optimizer.params.lr=fast"])

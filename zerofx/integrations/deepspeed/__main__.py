@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from zerofx.errors import ZeroFxError
+from zerofx.errors import ConfigError, ZeroFxError
 from zerofx.integrations.deepspeed.settings import KEYS
 from zerofx.integrations.deepspeed.translate import from_deepspeed
 
@@ -20,6 +21,14 @@ def key_table() -> str:
     lines = ["| key | | what becomes of it |", "|---|---|---|"]
     lines += [f"| `{key.path}` | {key.kind} | {key.meaning} |" for key in KEYS.values()]
     return "\n".join(lines) + "\n"
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"--auto {text}: {error}", "write KEY=VALUE, VALUE as in JSON") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.file is None:
         print(key_table(), end="")
         return
-    auto = {key: json.loads(value) for key, _, value in (a.partition("=") for a in args.auto)}
-    how = {"auto": auto, "leave_out": args.leave_out, "world_size": args.world_size}
     try:
+        auto = dict(map(_assignment, args.auto))
+        how = {"auto": auto, "leave_out": args.leave_out, "world_size": args.world_size}
         print(from_deepspeed(args.file, **how))
     except ZeroFxError as error:
         raise SystemExit(str(error)) from None

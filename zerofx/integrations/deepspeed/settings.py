@@ -160,14 +160,17 @@ def _check_served(used: Mapping[str, Any]) -> None:
 
 
 def _is_off(key: Key, value: Any) -> bool:
+    if any(value == off and type(value) is type(off) for off in key.off):
+        return True
     if isinstance(value, Mapping):
         if "enabled" in value and not value["enabled"]:
             return True
         if "device" in value:
             return value["device"] in ("none", None, "auto")
-        return not any(value.values())
+        parts = value.values()
+        return all(_is_off(key, each) if isinstance(each, Mapping) else not each for each in parts)
     if key.off:
-        return value is None or any(value == off and type(value) is type(off) for off in key.off)
+        return value is None
     return not value or value in ("none", "auto")
 
 

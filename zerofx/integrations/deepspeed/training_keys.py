@@ -73,6 +73,18 @@ _OPTIMIZER = [
         "bool",
     ),
     *keys("refused", "optimizer.params", [("max_grad_norm", "say `gradient_clipping`")]),
+    *keys(
+        "refused",
+        "optimizer.params",
+        [
+            ("max_coeff", "Lamb"),
+            ("min_coeff", "Lamb"),
+            ("freeze_step", "1-bit optimizers"),
+            ("cuda_aware", "1-bit optimizers"),
+            ("comm_backend_name", "1-bit optimizers"),
+            ("var_freeze_step", "1-bit optimizers"),
+        ],
+    ),
     *keys("always", "optimizer", [("legacy_fusion", "torch's optimizers are used")], "bool"),
     *keys(
         "always",

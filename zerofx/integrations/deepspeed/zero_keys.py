@@ -179,8 +179,13 @@ _AROUND = [
             ("compile.offload_opt_states", "needs offloading"),
             ("compile.offload_parameters", "needs offloading"),
             ("data_efficiency", "the data loader is yours"),
-            ("tensor_parallel", "the model splits itself: docs/parallelism.md"),
         ],
+    ),
+    Key(
+        "tensor_parallel",
+        "missing",
+        "the model splits itself: docs/parallelism.md",
+        off=({"autotp_size": 0}, {"autotp_size": 1}),
     ),
     # z1 and z3 are what a stage does anyway.
     Key(
