@@ -103,6 +103,11 @@ def _refused_modes() -> None:
         with refused(mode, "CUDA graphs", "max-autotune-no-cudagraphs", kind=UnsupportedError):
             torch.compile(model, backend="zero3", mode=mode)(*data(0))
         still_plain(model)
+    model = net()
+    recording = torch._inductor.config.patch("triton.cudagraphs", True)
+    with recording, refused("config.triton.cudagraphs", "CUDA graphs", kind=UnsupportedError):
+        torch.compile(model, backend="zero3")(*data(0))
+    still_plain(model)
 
 
 def test_modes_with_cuda_graphs_are_refused() -> None:

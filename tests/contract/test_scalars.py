@@ -76,18 +76,22 @@ def test_clipping_and_skipping_by_hand(stage: int) -> None:
     run_ranks(2, _by_hand, stage)
 
 
-def _alone() -> list[str]:
-    """Rank 0 reads a norm, as one does to print it; the other one comes late."""
+def _alone(how: str) -> list[str]:
+    """Rank 0 reads a norm, or rows of all ranks, to print them; the other one comes late."""
     model = net()
     zerofx.shard(model, config(3, hang_timeout=0.4))
     with heard("zerofx.runtime.watch") as said:
         if dist.get_rank() == 1:
             time.sleep(1.5)
-        assert float(model.first.weight.norm()) > 0
+        if how == "norm":
+            assert float(model.first.weight.norm()) > 0
+        else:
+            assert model.first.weight.detach().view(-1).shape == (91,)
     return said
 
 
-def test_a_number_that_one_rank_reads() -> None:
-    first, other = run_ranks(2, _alone)
+@pytest.mark.parametrize("how", ["norm", "rows"])
+def test_a_number_that_one_rank_reads(how: str) -> None:
+    first, other = run_ranks(2, _alone, how)
     assert len(first) == 1 and not other
     assert "test_scalars.py:" in first[0] and "Remedy: value = value.full_tensor()" in first[0]

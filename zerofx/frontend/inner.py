@@ -16,6 +16,7 @@ from zerofx.torch_private import (
     compile_with_inductor,
     in_turns,
     inductor_options_of_mode,
+    records_cuda_graphs,
     run_boxed,
 )
 
@@ -77,17 +78,20 @@ def patches_of_mode(mode: str | None, config: ZeroConfig) -> dict[str, Any]:
     """What a `mode` of `torch.compile` sets in Inductor's configuration.
 
     Raises:
-        UnsupportedError: the mode has no meaning here, or records CUDA graphs.
+        UnsupportedError: the mode has no meaning here; or it, or Inductor's own setting, records
+            CUDA graphs.
     """
-    if mode in (None, "default"):
-        return {}
+    given = mode not in (None, "default")
     if config.inner == "eager":
-        raise UnsupportedError(f'mode="{mode}" has no meaning with inner="eager"', "leave one out")
-    patches = inductor_options_of_mode(mode)
-    if patches.get("triton.cudagraphs"):
+        if given:
+            problem = f'mode="{mode}" has no meaning with inner="eager"'
+            raise UnsupportedError(problem, "leave one out")
+        return {}
+    patches = inductor_options_of_mode(mode) if given else {}
+    if records_cuda_graphs(patches):
+        asks = f'mode="{mode}"' if given else "torch._inductor.config.triton.cudagraphs"
         raise UnsupportedError(
-            f'mode="{mode}" records CUDA graphs, which cannot hold collectives that run between '
-            "segments",
-            'use mode="max-autotune-no-cudagraphs" or no mode',
+            f"{asks} records CUDA graphs, which cannot hold collectives that run between segments",
+            'use mode="max-autotune-no-cudagraphs" or no mode, and leave that setting off',
         )
     return patches

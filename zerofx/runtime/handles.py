@@ -6,9 +6,10 @@ holds domains weakly: a model that is gone takes its handles with it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from zerofx.errors import UnsupportedError
@@ -66,6 +67,14 @@ def sessions_on(mesh: DeviceMesh) -> list[Session]:
     """The sharded models that are alive and lie on `mesh`, oldest first."""
     # By equality: torch caches the meshes of results, so that one may be an older model's.
     return [session for session in live_sessions() if session.mesh == mesh]
+
+
+@contextlib.contextmanager
+def reading(mesh: DeviceMesh) -> Iterator[None]:
+    """Around values that are read from all ranks: if that takes long, the log says where."""
+    sessions = sessions_on(mesh)
+    with sessions[-1].watch.reading() if sessions else contextlib.nullcontext():
+        yield  # the youngest model's: any will do
 
 
 def note_call(call: str, name: str, params: Iterable[Tensor]) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+from zerofx.runtime.handles import reading
+
 _RESHAPING = (
     *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
     *("swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
@@ -138,7 +140,10 @@ def full(value: Any) -> Any:
     """The whole of a `DTensor`, and of each in a tuple; anything else as it is."""
     if isinstance(value, tuple):
         return tuple(full(each) for each in value)
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    with reading(value.device_mesh):
+        return value.full_tensor()
 
 
 def everywhere(like: DTensor, whole: Tensor) -> DTensor:

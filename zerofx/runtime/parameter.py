@@ -19,6 +19,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
+from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import everywhere, full, replicated
 from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
@@ -203,7 +204,8 @@ def _views(name: str) -> Callable[..., Any]:
             found = plain(self, *args, **kwargs)
         except RuntimeError:
             # `DTensor` flattens no rows of which ranks have unequal numbers.
-            found = plain(self.redistribute(placements=replicated(self)), *args, **kwargs)
+            with reading(self.device_mesh):
+                found = plain(self.redistribute(placements=replicated(self)), *args, **kwargs)
         return self._seen(found, lambda whole: getattr(whole, name)(*args, **kwargs))
 
     return look

@@ -145,7 +145,7 @@ class Watch:
         self._reading = None  # once is enough
         _log.warning(
             "%s waits for the other ranks: .item(), float(), bool() and the like of a sharded "
-            "tensor, a norm of gradients too, are collectives, to which every rank must come. "
+            "tensor, norms of gradients and view(-1) too, are collectives: every rank must come. "
             "Remedy: value = value.full_tensor() on all ranks first",
             _place_of(reading[0]),
         )

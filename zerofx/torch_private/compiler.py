@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from traceback import FrameSummary
 from types import FrameType
 from typing import Any, NoReturn
@@ -177,6 +177,11 @@ def compile_for_sizes(
 def inductor_options_of_mode(mode: str | None) -> dict[str, Any]:
     """Inductor configuration behind `torch.compile(mode=…)`."""
     return dict(list_mode_options(mode))
+
+
+def records_cuda_graphs(patches: Mapping[str, Any]) -> bool:
+    """Whether Inductor does so with its configuration changed by `patches`."""
+    return bool(patches.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 def holds_a_graph(module: nn.Module) -> bool:
