@@ -95,7 +95,7 @@ def _after(stage: int) -> None:
     clone.eval()
     with torch.no_grad():
         batch = data(3, dtype=torch.float64)
-        close(clone(*batch), ddp_clone.module.eval()(*batch), "the copy in eager code")
+        close(clone(*batch), ddp_clone.eval()(*batch), "the copy in eager code")
 
 
 @pytest.mark.parametrize("stage", STAGES)
