@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.hard.pair import EAGER, draw, full
 from tests.hard.wire import watched
 from tests.ranks import run_ranks
+from zerofx.errors import UnsupportedError
 
 WIDTH = 6
 Scenario = Callable[[nn.Module, Any], list[Tensor]]
@@ -59,7 +61,8 @@ def _stepped(model: nn.Module, run: Any) -> list[Tensor]:
     late = _loss(run)  # keeps what the step changes
     optimizer.step()
     optimizer.zero_grad()
-    late.backward()
+    with pytest.raises(UnsupportedError, match="between a forward and its backward"):
+        late.backward()
     _loss(run).backward()
     return _gradients(model)
 
