@@ -54,7 +54,7 @@ def find_domain(handle: int) -> Domain | None:
 
 def live_domains() -> list[Domain]:
     """All domains that are alive, oldest first."""
-    alive = dict(_domains)  # one may go at any time
+    alive = dict(_domains.items())  # one may go at any time, between its key and its value, too
     return [alive[handle] for handle in sorted(alive)]
 
 
