@@ -53,13 +53,15 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-class Hooked(nn.Module):
-    """Scales a gradient by a weight, in backward."""
-
+class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
         self.second = nn.Linear(6, 6)
+
+
+class Hooked(Two):
+    """Scales a gradient by a weight, in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -67,13 +69,8 @@ class Hooked(nn.Module):
         return self.second(y).square().mean()
 
 
-class Branched(nn.Module):
+class Branched(Two):
     """As docs/loops.md has it: weights are read before `torch.cond`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = (self.first.weight, self.first.bias), (self.second.weight, self.second.bias)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.debug.reports import read_object
 from zerofx.errors import ConfigError
+from zerofx.page.build import read_object
 
 _CALL = re.compile(r"(?P<name>[^()]+?)\s*(?:\((?P<arguments>.*)\))?", re.S)
 _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")

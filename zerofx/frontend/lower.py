@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
 from zerofx.errors import PassError
@@ -36,10 +35,9 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.runtime.execute import Executable, Register, Step
 from zerofx.runtime.handles import domain_of
-from zerofx.torch_private import lookup_seed_op
+from zerofx.torch_private import inputs_written, lookup_seed_op
 
 Run = Callable[[list[Any]], Any]
-_COPY_ = torch.ops.aten.copy_.default
 
 
 def lower(
@@ -153,7 +151,8 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
             handle, member, dtype = *_member(node, 2), node.meta["val"].dtype
             return lambda args: domain_of(handle).reduce_wait(args[0], member, args[1], dtype)
         case op if op is SYNC_BUFFERS:
-            handle, part, written = _handle(node, 1), object(), _written(node)
+            handle, part, changed = _handle(node, 1), object(), inputs_written(program.graph)
+            written = [at for at, buffer in enumerate(node.all_input_nodes) if buffer in changed]
             return lambda args: domain_of(handle).sync_buffers(args, part, program.region, written)
         case op if op is lookup_seed_op():
             index = node.args[1]
@@ -178,15 +177,6 @@ def _places(node: fx.Node, position: int) -> list[int]:
     inputs, given = node.all_input_nodes, node.args[position]
     assert isinstance(given, (list, tuple))
     return [inputs.index(each) for each in given if isinstance(each, fx.Node)]
-
-
-def _written(sync: fx.Node) -> list[int]:
-    """Which of its buffers the program writes to, in place at its end."""
-    return [
-        place
-        for place, buffer in enumerate(sync.all_input_nodes)
-        if any(user.target is _COPY_ and user.args[0] is buffer for user in buffer.users)
-    ]
 
 
 def _member(wait: fx.Node, handle_at: int) -> tuple[int, int]:

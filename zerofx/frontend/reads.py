@@ -122,9 +122,9 @@ def _take_computed(graph: fx.Graph, known: Parameters, *, inputs_too: bool) -> b
     `functional_call(net, {name: 2 * param …}, x)`: full values are computed from full values.
 
     Args:
-        graph: Dynamo's, or of a checkpointed region.
+        graph: Dynamo's, or one inside it.
         known: its parameters.
-        inputs_too: whether other inputs are computed: those of a checkpointed region are.
+        inputs_too: whether other inputs are computed: those of a graph inside it are.
 
     Returns:
         Whether there are any.

@@ -110,9 +110,9 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    params = params_of(optimizer)
+    params, applies = params_of(optimizer), _applies(optimizer)
     for session in live_sessions():
-        session.optimizer_stepped(params, applies=_applies(optimizer))
+        session.optimizer_stepped(params, applies=applies)
         if session.config.grad_dtype is not None:
             narrow_gradients(session.states)
 

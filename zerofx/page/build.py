@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from zerofx.errors import ConfigError
 
 NAME = "report.html"
 """Where a dump has its page."""
 
+_REMEASURE = "delete it, or run the program again"
 _SCRIPTS = ("format", "step", "lanes", "memory", "tables", "program", "passes", "main")
 
 
@@ -63,6 +64,25 @@ def find_reports(dump: Path) -> list[Path]:
     return found
 
 
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        path: of the file.
+        remedy: what the user does if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds anything else.
+    """
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}", remedy) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a JSON {type(found).__name__}, no object", remedy)
+    return cast(dict[str, Any], found)
+
+
 def _blocks(report: Path) -> Iterator[str]:
     """Data of one graph; it is not parsed here, since a dump writes its page anew and anew."""
     yield _data("graph", report.read_text(encoding="utf-8"))
@@ -76,17 +96,8 @@ def _blocks(report: Path) -> Iterator[str]:
     }
     yield _data("diffs", json.dumps(diffs))
     times = sorted(report.parent.glob("*/measured.json"))
-    measured = {path.parent.name: _measured(path) for path in times}
+    measured = {path.parent.name: read_object(path, _REMEASURE) for path in times}
     yield _data("measured", json.dumps(measured))
-
-
-def _measured(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} cannot be read as JSON: {error}", "delete it, or run the program again"
-        ) from error
 
 
 def _data(kind: str, text: str) -> str:

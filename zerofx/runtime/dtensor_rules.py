@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from zerofx.runtime.handles import reading, sessions_on
+from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
@@ -35,10 +35,8 @@ foreach_by_default(*KINDS)
 
 def _global_value(number: DTensor) -> Tensor:
     """What all ranks hear alike; of a `DTensor` that is not zerofx's what torch gives each."""
-    if not sessions_on(number.device_mesh):
-        return local_tensor(number)
-    with reading(number.device_mesh):
-        return number.full_tensor()
+    with reading(number.device_mesh) as is_ours:
+        return number.full_tensor() if is_ours else local_tensor(number)
 
 
 # Clipping by hand, and skipping steps that overflow, ask for norms; timm's adaptive clipping clamps

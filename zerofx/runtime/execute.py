@@ -126,6 +126,8 @@ def _taken_apart(values: Sequence[Any], given: Sequence[StorageWeakRef]) -> Iter
     """Copies of those tensors that lie in memory of others."""
     taken = {each.cdata for each in given}
     for value in values:
-        key = storage_key(value) if isinstance(value, Tensor) else None
-        yield value.clone() if isinstance(value, Tensor) and key in taken else value
-        taken.add(key)
+        if isinstance(value, Tensor):
+            if storage_key(value) in taken:
+                value = value.clone()
+            taken.add(storage_key(value))
+        yield value

@@ -70,11 +70,15 @@ def sessions_on(mesh: DeviceMesh) -> list[Session]:
 
 
 @contextlib.contextmanager
-def reading(mesh: DeviceMesh) -> Iterator[None]:
-    """Around values that are read from all ranks: if that takes long, the log says where."""
+def reading(mesh: DeviceMesh) -> Iterator[bool]:
+    """Around values that are read from all ranks: if that takes long, the log says where.
+
+    Yields:
+        Whether a sharded model lies on `mesh`.
+    """
     sessions = sessions_on(mesh)
     with sessions[-1].watch.reading() if sessions else contextlib.nullcontext():
-        yield  # the youngest model's: any will do
+        yield bool(sessions)  # the youngest model's watch: any will do
 
 
 def note_call(call: str, name: str, params: Iterable[Tensor]) -> None:

@@ -102,18 +102,14 @@ def _draws(name: str) -> Callable[..., Any]:
 
 
 def _writes_whole(name: str) -> Callable[..., Any]:
-    """The full value is written to, and each rank takes its rows of it.
-
-    torch's may leave the tensor itself with other placements (`index_copy_`).
-    """
+    """As `write_whole`: torch's may leave the tensor itself with other placements."""
     plain = getattr(DTensor, name)
 
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
-        whole = full(self.detach())
-        getattr(whole, name)(*map(full, args), **{key: full(each) for key, each in kwargs.items()})
-        return self.copy_(whole)
+        operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
+        return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
 
     return write
 
@@ -134,6 +130,13 @@ def _takes_full(name: str) -> Callable[..., Any]:
 def _like(written: DTensor, operand: Any) -> Any:
     is_full = isinstance(operand, Tensor) and not isinstance(operand, DTensor) and operand.ndim
     return everywhere(written, operand) if is_full else operand
+
+
+def write_whole(written: Any, write: Callable[[Tensor], Any]) -> Any:
+    """Let `write` write to the full value, of which each rank then takes its rows."""
+    whole = full(written.detach())
+    write(whole)
+    return written.copy_(whole)
 
 
 def full(value: Any) -> Any:

@@ -20,7 +20,7 @@ from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.handles import reading
-from zerofx.runtime.in_place import everywhere, full, replicated
+from zerofx.runtime.in_place import everywhere, full, replicated, write_whole
 from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
     fake_mode_of,
@@ -112,9 +112,7 @@ class Sharded(DTensor):
         return storage_key(local_tensor(view)) == storage_key(local_tensor(self))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        whole = full(self.detach())
-        whole[full(index)] = full(value)
-        self.copy_(whole)
+        write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
 
     def _stable_hash_for_caching(self) -> str:
         # By torch's a rank would take code that another one compiled for its own number of rows.
@@ -180,9 +178,8 @@ class Copied(Sharded):
         return False
 
     def _write_back(self) -> None:
-        whole = full(self._whole.detach())
-        self._view(whole).copy_(full(self.detach()))
-        self._whole.copy_(whole)
+        rows = full(self.detach())
+        write_whole(self._whole, lambda whole: self._view(whole).copy_(rows))
 
 
 def _writes_back(write: Callable[..., Any]) -> Callable[..., Any]:

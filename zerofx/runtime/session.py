@@ -81,13 +81,13 @@ class Session:
         self.handed_out = HandedOut()
         self.codes = CodeMemory.empty(config.drift_every)
         ranks = members(self.mesh)
-        # One rank may copy or unpickle a model alone: numbers of new models stay in step all the
-        # same, and messages of copies do not go by numbers.
+        # One rank may copy or unpickle alone: that counts neither for new models nor in messages.
         kind = "model" if network is None else "unpickled model"
         self.key = copied.next_copy() if copied is not None else new_key(kind, ranks)
         alike = self.key if network is None else kind
         self._origin = alike if copied is None else f"{copied._origin}/copy"
         self._num_copies = 0
+        self._is_copy = copied is not None
         self.journal = Journal(
             self.key, default_store(), dist.get_rank(), ranks, config.added_passes, self._origin
         )
@@ -179,13 +179,13 @@ class Session:
 
         Such copies are updated by other means than an optimizer, whose hooks would tell.
         """
-        return self._origin.endswith("/copy") and not self.accumulation.begun
+        return self._is_copy and not self.accumulation.begun
 
     def enter_backward(self) -> None:
         """Called by every reduction; the first one of a backward pass opens it."""
         self.accumulation.enter(self.states, self._leave_backward)
 
-    def optimizer_stepped(self, params: Iterable[Tensor], *, applies: bool = True) -> None:
+    def optimizer_stepped(self, params: Iterable[Tensor], *, applies: bool) -> None:
         """An optimizer updated `params`, unless its rate is zero: resident copies are stale."""
         stepped = {id(param) for param in params}
         for state in self.states:
