@@ -144,7 +144,8 @@ class _Run:
         self, stage: int, micro_batches: int, width: int, depth: int, options: dict[str, Any]
     ) -> None:
         # Strictly by the formula: by default stage 3 sends less, since it keeps a bucket.
-        strict = {"inner": "eager", "min_shard_numel": 0, "memory_budget": 0}
+        budget = 0 if stage == 3 else None
+        strict = {"inner": "eager", "min_shard_numel": 0, "memory_budget": budget}
         self._options: dict[str, Any] = {**strict, **options}
         if stage < 2:
             self._options["accumulate"] = micro_batches

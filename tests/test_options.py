@@ -84,6 +84,27 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "option dump" in said and "Remedy: name a folder" in said
 
 
+@pytest.mark.parametrize("option", ["memory_budget", "prefetch_bytes"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bounds_of_full_values_are_stage_3s(option: str, stage: int) -> None:
+    with pytest.raises(ConfigError, match=f"{option} has no meaning at stage {stage}"):
+        zerofx.shard(net(), config(stage, **{option: 0}))
+
+
+def _told_to_share(ranks_per_node: int) -> str:
+    try:
+        zerofx.shard(net(), config(2, ranks_per_node=ranks_per_node))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_have_equally_many_ranks() -> None:
+    for said in run_ranks(3, _told_to_share, 2):
+        assert "ranks_per_node=2 does not divide 3 ranks" in said
+    assert run_ranks(3, _told_to_share, 8) == [""] * 3
+
+
 def _limited() -> list[str]:
     said: list[str] = []
     options: dict[str, Any] = {"device_memory": 1 << 30}

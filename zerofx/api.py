@@ -15,7 +15,7 @@ import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
 from zerofx.frontend.step_guard import trust
-from zerofx.option_checks import refuse_choosers
+from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
@@ -243,7 +243,7 @@ def _write_back(values: dict[ParamState, tuple[Tensor, Tensor]]) -> None:
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:
     config = with_registered(config or ZeroConfig())
-    refuse_choosers(config)
+    refuse_at_stage(config)
     return shard_model(model, config, fingerprint(pipeline(config, 0)), **how)
 
 

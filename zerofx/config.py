@@ -44,8 +44,8 @@ class ZeroConfig:
             holds one whole set of shards.
         ranks_per_node: neighbours in the order of ranks that share a node. Where several do on each
             of several nodes, messages travel in two hops, so that each byte crosses between nodes
-            once (gloo on CPUs; NCCL sees to it by itself). By default what torchrun started on
-            rank 0's node.
+            once (gloo on CPUs; NCCL sees to it by itself). It divides the number of ranks; fewer
+            than one node takes share it all. By default what torchrun started on rank 0's node.
         secondary_shards: stage 3 keeps a second shard of every gathered value inside each node, in
             the dtype of computation, so that backward, and later micro-batches of an accumulation
             (`accumulate`, `no_sync`), gather inside the node (hpZ of ZeRO++). It costs the size of

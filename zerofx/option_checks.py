@@ -135,8 +135,8 @@ def refuse_contradictions(config: ZeroConfig) -> None:
         )
 
 
-def refuse_choosers(config: ZeroConfig) -> None:
-    """Look at options by which the backend `zero` chooses the stage, where it is given.
+def refuse_at_stage(config: ZeroConfig) -> None:
+    """Look at options that have no meaning at a stage which the user gave.
 
     Raises:
         ConfigError: names them.
@@ -147,6 +147,12 @@ def refuse_choosers(config: ZeroConfig) -> None:
             'use backend="zero", which chooses the stage by it, or leave it out; stage 3 takes '
             "memory_budget and prefetch_bytes",
         )
+    for name in ("memory_budget", "prefetch_bytes"):
+        if config.stage < 3 and getattr(config, name) is not None:
+            raise ConfigError(
+                f"option {name} has no meaning at stage {config.stage}, where full values stay",
+                f'use backend="zero3", or leave {name} out',
+            )
 
 
 def _is_count(value: object, least: int) -> bool:

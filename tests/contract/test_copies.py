@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -119,7 +120,9 @@ def _parts(stage: int) -> None:
     other: Any = copy.deepcopy(optimizer)
     assert twice[0] is twice[1] is not weight
     assert isinstance(param, nn.Parameter) and param.requires_grad
-    close(full(param.grad), grads[0], "gradient of a copy")
+    whole, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in (param, *whole.parameters(), *again.parameters()):
+        assert each.grad is None, "torch copies parameters without their gradients"
     train(run, optimizer, [2])
     for got, want in zip(copied, grads, strict=True):
         close(full(got), want, "copied gradient")
@@ -129,8 +132,9 @@ def _parts(stage: int) -> None:
     model.load_state_dict(best)
     for name, value in model.state_dict().items():
         close(full(value), before[name], name)
-    for one, stepped in zip(other.param_groups[0]["params"], model.parameters(), strict=True):
-        stepped.grad = copy.deepcopy(one.grad)
+    pairs = zip(other.param_groups[0]["params"], model.parameters(), copied, strict=True)
+    for one, stepped, grad in pairs:
+        one.grad, stepped.grad = copy.deepcopy(grad), grad
     optimizer.load_state_dict(saved)
     optimizer.step()
     other.step()

@@ -156,7 +156,7 @@ def test_copies_keep_the_policy(stage: int) -> None:
 def _bytes(stage: int, precision: dict[str, Any]) -> dict[str, float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    options = {"inner": "eager", "memory_budget": 0, **precision}
+    options = {"inner": "eager", "memory_budget": 0 if stage == 3 else None, **precision}
     run = torch.compile(model, backend=f"zero{stage}", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent = {}

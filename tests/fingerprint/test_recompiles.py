@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from tests.fingerprint.chain import Chain, fit
+import zerofx
+from tests.fingerprint.chain import OPTIONS, WIDTH, Chain, fit
 from tests.hard.pair import EAGER, STAGES, Pair
 from tests.models import batch, make
 from tests.ranks import RanksFailed, run_ranks
@@ -47,17 +49,40 @@ def test_the_recompile_limit_is_an_error() -> None:
     assert "layers.0.weight" in failure.message and "recompile_limit" in failure.message
 
 
+def _many_models() -> list[float]:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        kept = [Chain() for _ in range(3)]
+        losses = [fit(model, 3, steps=1)[0] for model in kept]
+        losses += [fit(Chain(), 3, steps=1)[0] for _ in range(3)]
+        return losses + fit(kept[0], 3, steps=1)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.eval_frame, "_next_isolate_recompiles_id"),
+    reason="torch counts the programs of all models of a class together",
+)
+def test_each_model_has_a_limit_of_its_own() -> None:
+    """As many as one likes, alive and gone, as in a search for hyperparameters."""
+    assert all(map(math.isfinite, itertools.chain(*run_ranks(2, _many_models))))
+
+
 def _two_models_with_one_limit() -> str:
-    """Dynamo counts variants of a function, whichever model it runs for."""
+    """Where models are compiled in place, Dynamo counts variants of a function for all of them."""
+
+    def fit_in_place(model: Chain) -> None:
+        zerofx.shard(model, zerofx.ZeroConfig(stage=1, **OPTIONS))
+        model.compile(backend="zero1", options=OPTIONS)
+        model(torch.ones(4, WIDTH)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
     with torch._dynamo.config.patch(recompile_limit=1):
-        fit(Chain(), 1, steps=1)
+        fit_in_place(Chain())
         second = Chain()
         try:
-            fit(second, 1, steps=1)
+            fit_in_place(second)
         except UnsupportedError as error:
             torch.compiler.reset()  # the remedy
-            fit(second, 1, steps=1)
-            assert all(isinstance(param, DTensor) for param in second.parameters())
+            fit_in_place(second)
             return str(error)
     return ""
 

@@ -32,7 +32,8 @@ class Tied(nn.Module):
 def _tied(stage: int) -> list[int]:
     """Elements of each message of a backward, largest first."""
     ids = torch.arange(5)
-    pair = Pair(Tied(), stage, {**EAGER, "bucket_bytes": 0, "memory_budget": 0}, rtol=1e-6)
+    options = {**EAGER, "bucket_bytes": 0, "memory_budget": 0 if stage == 3 else None}
+    pair = Pair(Tied(), stage, options, rtol=1e-6)
     pair.train(lambda run, number: run(ids), 2)
     loss = pair.run(ids)
     with watched() as wire:

@@ -18,7 +18,7 @@ from zerofx.config import Stage, ZeroConfig, config_from_options
 from zerofx.errors import ShardingError, ZeroFxError
 from zerofx.frontend.inner import patches_of_mode
 from zerofx.frontend.roots import find_compiled_module, find_root, refuse_late_casts
-from zerofx.option_checks import refuse_choosers
+from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
@@ -93,7 +93,7 @@ def _is_ready(param: Tensor) -> bool:
 def config_of(stage: Stage, options: Mapping[str, Any] | None) -> ZeroConfig:
     """What a user chose at a fixed stage."""
     config = with_registered(config_from_options(stage, options))
-    refuse_choosers(config)
+    refuse_at_stage(config)
     return config
 
 

@@ -72,7 +72,16 @@ def agree_on_network(
 
 
 def ranks_of_a_node(asked: int | None, num_ranks: int) -> int:
-    """What was asked for, else what torchrun started on this node, else all of `num_ranks`."""
+    """What was asked for, else what torchrun started on this node, else all of `num_ranks`.
+
+    Raises:
+        ConfigError: so many do not make up nodes of equal size.
+    """
+    if asked and asked < num_ranks and num_ranks % asked:
+        raise ConfigError(
+            f"ranks_per_node={asked} does not divide {num_ranks} ranks",
+            "nodes must have equally many; leave it out where they have not",
+        )
     return asked or int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
 
 

@@ -126,8 +126,10 @@ class Sharded(DTensor):
         made = plain(self, super().detach().clone())
         memo[id(self)] = made
         vars(made).update(copy.deepcopy(vars(made), memo))
+        if isinstance(self, ShardedParameter):
+            return _writable(made, ShardedParameter)
         made.grad = copy.deepcopy(self.grad, memo)
-        return _writable(made, ShardedParameter if isinstance(self, ShardedParameter) else Sharded)
+        return _writable(made, Sharded)
 
 
 class ShardedParameter(Sharded):

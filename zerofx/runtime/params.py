@@ -65,7 +65,6 @@ class ParamState:
         domain.session.states.append(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        grad = None if self.param.grad is None else local_tensor(self.param.grad).clone()
         return rebuild_state, (
             self.domain.session,
             self.spec.name,
@@ -73,7 +72,6 @@ class ParamState:
             self.spec.shape,
             self.param.requires_grad,
             self.shard.detach().clone(),
-            grad,
             {name: value for name, value in vars(self.param).items() if name != OWNER},
         )
 
@@ -233,10 +231,9 @@ def rebuild_state(
     full_shape: torch.Size,
     requires_grad: bool,
     values: Tensor,
-    grad: Tensor | None,
     attributes: dict[str, Any],
 ) -> ParamState:
-    """The state of a copied or unpickled parameter."""
+    """The state of a copied or unpickled parameter, without a gradient, as in torch."""
 
     def fill(shard: Tensor, _: Tensor | None) -> None:
         if shard.shape != values.shape:
@@ -252,8 +249,6 @@ def rebuild_state(
     state = make_state(domain, name, tied, full_shape, requires_grad, fill, values)
     state.dirty = True
     vars(state.param).update(attributes)
-    if grad is not None:
-        state.param.grad = as_dtensor(grad, full_shape, domain)
     return state
 
 

@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from traceback import FrameSummary
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._C._dynamo import eval_frame
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
@@ -255,7 +255,15 @@ def past_recompile_limit() -> str:
         return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if len(_debug_get_cache_entry_list(frame.f_code)) >= dynamo_config.recompile_limit:
+        if len(_variants(frame.f_code)) >= dynamo_config.recompile_limit:
             return frame.f_code.co_qualname
         frame = frame.f_back
     return ""
+
+
+def _variants(code: CodeType) -> Sequence[Any]:
+    """What Dynamo compiled of `code` for the model that runs; for any, where torch cannot tell."""
+    if not hasattr(eval_frame, "_get_cache_entries_for_region"):
+        return eval_frame._debug_get_cache_entry_list(code)
+    region = eval_frame.get_eval_frame_isolate_recompiles_id()
+    return eval_frame._get_cache_entries_for_region(code, region)

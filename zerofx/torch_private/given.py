@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch._dynamo import eval_frame
 from torch._dynamo.callback import (
     CallbackArgs,
     CallbackTrigger,
@@ -45,7 +46,11 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
         def before(compiled: nn.Module, args: Any) -> None:
             nonlocal heard
             heard = heard or hear(*_given(compiled.dynamo_ctx), inner)
-            if heard and not begins(inner):
+            if not heard:
+                return
+            if begins(inner):
+                _count_apart(compiled.dynamo_ctx)
+            else:
                 handle.remove()
 
         handle = outer.register_forward_pre_hook(before)
@@ -61,6 +66,19 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
 
     register_module_module_registration_hook(registered)
     on_compile_start(compiles)
+
+
+def _count_apart(context: Any) -> None:
+    """Let a compiled model have a recompile limit of its own, as `isolate_recompiles=True` does.
+
+    Programs are their model's alone, so models of one class would use up one limit. They do in
+    torch 2.11, which does not have that option.
+    """
+    if getattr(context, "_isolate_recompiles_id", None) == _SHARED:
+        context._isolate_recompiles_id = next(eval_frame._next_isolate_recompiles_id)
+
+
+_SHARED = -1
 
 
 def mix_while_tracing() -> None:
