@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 
 WRONG: dict[str, list[Any]] = {
-    "stage": [4, -1, "3", None],
+    "stage": [4, -1, "3", None, True, 2.0],
     "inner": ["triton", None, 3],
     "mesh": [3, "shard"],
     "replicate": [0, True, 1.5, "2"],
@@ -36,7 +37,7 @@ WRONG: dict[str, list[Any]] = {
     "grad_dtype": ["bf16", torch.int8, torch.float16],
     "quantize": [True, "always"],
     "quantize_weights": [("int8",), 8, True],
-    "quantize_gradients": [("int8",), ("int8", 4), 8],
+    "quantize_gradients": [("int8",), ("int8", 4), 8, (), 0, False],
     "quantize_exact": [5, None, (5,)],
     "drift_every": [0, True, 2.5],
     "output_dtype": ["float32", torch.int8],
@@ -45,7 +46,7 @@ WRONG: dict[str, list[Any]] = {
     "detect_anomaly": ["x", 0],
     "disable": [None, 5, (5,)],
     "passes": [5, None],
-    "hang_timeout": [0, -1.0, "ten", None, True],
+    "hang_timeout": [0, -1.0, "ten", None, True, math.inf, math.nan],
     "dump": [5, None],
     "measure": [-1, 1.5],
 }

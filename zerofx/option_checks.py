@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,7 +33,7 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
         ConfigError: names the option and what it may be.
     """
     checks: list[tuple[bool, str, str]] = [
-        (config.stage in (0, 1, 2, 3), "stage", "0, 1, 2 or 3"),
+        (_is_count(config.stage, 0) and config.stage < 4, "stage", "0, 1, 2 or 3"),
         (config.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
         (_is_count(config.replicate, 1), "replicate", "an integer of at least 1"),
         (
@@ -71,7 +72,7 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
             'None or a codec, such as "int8"',
         ),
         (
-            _are_texts(config.gradient_codecs or ("", ""), num=2),
+            config.quantize_gradients is None or _are_texts(config.gradient_codecs, num=2),
             "quantize_gradients",
             'None, a codec such as "int8", or two of them',
         ),
@@ -86,7 +87,7 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
             "None or an integer of at least 1",
         ),
         (_is_size(config.measure), "measure", "None or an integer of at least 0"),
-        (_is_duration(config.hang_timeout), "hang_timeout", "a positive number of seconds"),
+        (_is_duration(config.hang_timeout), "hang_timeout", "a finite number of seconds above 0"),
         (isinstance(config.dump, str), "dump", "the path of a folder, or an empty string"),
         (_are_texts(config.disable), "disable", 'names of passes, such as ("schedule",)'),
         (isinstance(config.passes, tuple), "passes", "a list of passes and changes"),
@@ -177,4 +178,6 @@ def _is_size(value: object) -> bool:
 
 
 def _is_duration(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value <= threading.TIMEOUT_MAX

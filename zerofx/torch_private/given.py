@@ -46,12 +46,10 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
         def before(compiled: nn.Module, args: Any) -> None:
             nonlocal heard
             heard = heard or hear(*_given(compiled.dynamo_ctx), inner)
-            if not heard:
-                return
-            if begins(inner):
-                _count_apart(compiled.dynamo_ctx)
-            else:
+            if heard and not begins(inner):
                 handle.remove()
+            else:
+                _count_apart(compiled.dynamo_ctx)
 
         handle = outer.register_forward_pre_hook(before)
 
