@@ -147,6 +147,41 @@ def test_copies_of_parts(stage: int) -> None:
     run_ranks(2, _parts, stage)
 
 
+class _Listed(Net):
+    """Keeps a list of parameters: those whose weights decay, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decayed = [self.first.weight]
+
+
+def _together(stage: int) -> None:
+    """A trainer is copied, or pickled: its optimizer steps over the parameters of its model."""
+    model = net(_Listed)
+    run, optimizer = compiled(model, stage), sgd(model)
+    train(run, optimizer, 1)
+    whole = model, optimizer
+    copies = [
+        copy.deepcopy(whole),
+        copy.deepcopy(whole[::-1])[::-1],
+        pickle.loads(pickle.dumps(whole)),
+        pickle.loads(pickle.dumps(whole[::-1]))[::-1],
+    ]
+    train(run, optimizer, [1, 2])
+    for clone, its in copies:
+        held = {id(param) for group in its.param_groups for param in group["params"]}
+        assert held == {*map(id, clone.parameters())} == {*map(id, its.state)}
+        assert clone.decayed[0] is clone.first.weight is not model.first.weight
+        assert sharded(clone)
+        train(compiled(clone, stage), its, [1, 2])
+        same(clone, model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_is_copied_with_its_model(stage: int) -> None:
+    run_ranks(2, _together, stage)
+
+
 def _averaged(stage: int) -> None:
     model, ddp = net(), twin(net())
     early = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -192,10 +227,16 @@ def _load_elsewhere(data: bytes) -> None:
         torch.load(io.BytesIO(data), weights_only=False)
 
 
+def _load_the_other_ranks(files: list[bytes]) -> None:
+    with refused("is part", "unpickle what this rank pickled"):
+        torch.load(io.BytesIO(files[1 - torch.distributed.get_rank()]), weights_only=False)
+
+
 def test_a_pickled_model() -> None:
     for stage in STAGES:
-        saved = run_ranks(2, _saved, stage)[0]
-    run_ranks(1, _load_elsewhere, saved)
+        files = run_ranks(2, _saved, stage)
+    run_ranks(1, _load_elsewhere, files[0])
+    run_ranks(2, _load_the_other_ranks, files)
 
 
 def _state_dict_names() -> list[str]:

@@ -224,6 +224,7 @@ for _kind in KINDS:
 skip_frames_of(cast(Any, Sharded.data).fget)
 
 _GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
 _VIEWING = (
     *("chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape"),
     *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind"),
@@ -279,6 +280,12 @@ def _alias(whole: Sharded, kind: type[Sharded]) -> Any:
 def make_writable(param: Any) -> None:
     """Turn a parameter that is a `DTensor` into a `ShardedParameter`: the object stays the same."""
     param.__class__ = ShardedParameter
+
+
+def take_place(param: Any, made: Any) -> None:
+    """Let a `DTensor` lie where `made` does, and as it does: the object stays the same."""
+    _DATA.__set__(param, made)
+    param._local_tensor, param._spec = made._local_tensor, made._spec
 
 
 def _is_basic(index: Any) -> bool:

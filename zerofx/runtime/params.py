@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,18 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.chunks import allocate, padded_chunk
+from zerofx.runtime.foreign import WRITTEN, which_rows
 from zerofx.runtime.gradients import hold_gradients_in
 from zerofx.runtime.local_sum import LocalSum
 from zerofx.runtime.ownership import OWNER, Owner
-from zerofx.runtime.parameter import local_tensor, make_writable
+from zerofx.runtime.parameter import local_tensor, make_writable, take_place
 from zerofx.torch_private import storage_key
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
     from zerofx.runtime.session import Session
+
+Fill = Callable[[Tensor, Tensor | None], None]
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -65,15 +68,8 @@ class ParamState:
         domain.session.states.append(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return rebuild_state, (
-            self.domain.session,
-            self.spec.name,
-            self.spec.tied,
-            self.spec.shape,
-            self.param.requires_grad,
-            self.shard.detach().clone(),
-            {name: value for name, value in vars(self.param).items() if name != OWNER},
-        )
+        # Whoever else holds the parameter, an optimizer say, holds that of the copied model, too.
+        return rebuild_state, (self.domain.session, self.spec.name, self.spec.tied, self.param)
 
     @property
     def shard(self) -> Tensor:
@@ -160,7 +156,7 @@ def make_state(
     tied: tuple[str, ...],
     full_shape: torch.Size,
     requires_grad: bool,
-    fill: Callable[[Tensor, Tensor | None], None],
+    fill: Fill,
     like: Tensor,
 ) -> ParamState:
     """Allocate a parameter's buffer, fill it, and wrap the shard in an `nn.Parameter`.
@@ -174,6 +170,21 @@ def make_state(
         fill: writes the values into the shard and, if resident, the unpadded full value (1-D).
         like: dtype and device.
     """
+    spec, buffer, shard = _allocated(domain, name, tied, full_shape, requires_grad, fill, like)
+    param = nn.Parameter(as_dtensor(shard, full_shape, domain), requires_grad=requires_grad)
+    return ParamState(spec, domain, param, buffer)
+
+
+def _allocated(
+    domain: Domain,
+    name: str,
+    tied: tuple[str, ...],
+    full_shape: torch.Size,
+    requires_grad: bool,
+    fill: Fill,
+    like: Tensor,
+) -> tuple[ParamSpec, Tensor | None, Tensor]:
+    """What `make_state` wraps: the parameter's spec, its buffer, and the shard."""
     number = _next_index(domain.session)
     spec = ParamSpec(
         name,
@@ -188,8 +199,7 @@ def make_state(
     buffer, shard = allocate(spec, domain.shard_rank, like)
     resident = buffer is not None and spec.layout.resident
     fill(shard, buffer[: spec.numel] if resident and buffer is not None else None)
-    param = nn.Parameter(as_dtensor(shard, full_shape, domain), requires_grad=requires_grad)
-    return ParamState(spec, domain, param, buffer)
+    return spec, buffer, shard
 
 
 def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
@@ -225,30 +235,35 @@ def _next_index(session: Session) -> int:
 
 
 def rebuild_state(
-    session: Session,
-    name: str,
-    tied: tuple[str, ...],
-    full_shape: torch.Size,
-    requires_grad: bool,
-    values: Tensor,
-    attributes: dict[str, Any],
+    session: Session, name: str, tied: tuple[str, ...], param: nn.Parameter
 ) -> ParamState:
-    """The state of a copied or unpickled parameter, without a gradient, as in torch."""
+    """The state of a copied or unpickled parameter, which gets memory as `session` has it.
+
+    Raises:
+        ShardingError: another rank pickled it, or this one as one of other ranks.
+    """
+    values = local_tensor(param)
+    own = which_rows(cast(DTensor, param), session.mesh)
+    written = vars(param).pop(WRITTEN, own)
 
     def fill(shard: Tensor, _: Tensor | None) -> None:
-        if shard.shape != values.shape:
+        if shard.shape != values.shape or written != own:
             raise ShardingError(
-                f"the copied shard of {name} has shape {tuple(values.shape)}; this one of "
-                f"{session.world.size} ranks holds {tuple(shard.shape)}",
-                "unpickle a sharded model on as many ranks as pickled it; to change their number, "
-                "save model.state_dict() with torch.distributed.checkpoint",
+                f"the copied shard of {name} has shape {tuple(values.shape)} and is part "
+                f"{written}; this one of {session.world.size} ranks holds {tuple(shard.shape)}, "
+                f"part {own}",
+                "unpickle what this rank pickled, on as many ranks; to change their number, save "
+                "model.state_dict() with torch.distributed.checkpoint",
             )
         shard.copy_(values)
 
-    domain = session.domain_for(full_shape)
-    state = make_state(domain, name, tied, full_shape, requires_grad, fill, values)
+    domain = session.domain_for(param.shape)
+    spec, buffer, shard = _allocated(
+        domain, name, tied, param.shape, param.requires_grad, fill, values
+    )
+    take_place(param, as_dtensor(shard, param.shape, domain))
+    state = ParamState(spec, domain, param, buffer)
     state.dirty = True
-    vars(state.param).update(attributes)
     return state
 
 
