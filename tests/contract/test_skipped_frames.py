@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import FAST, data, net, same, sgd, sharded, train, twin
+from tests.contract.loops import FAST, close, data, full, net, same, sgd, sharded, train, twin
 from tests.ranks import run_ranks
 
 
@@ -113,6 +113,39 @@ def test_they_train_as_ddp_does(build: Any, stage: int) -> None:
 @pytest.mark.parametrize("build", [_Blocks, _Layers, _Recurrent])
 def test_compiled_in_place(build: Any, stage: int) -> None:
     run_ranks(2, _as_ddp, build, stage, "in place")
+
+
+def _assign(model: Any, what: str) -> None:
+    torch.manual_seed(7)
+    if what == "module":
+        model.norm = nn.BatchNorm1d(5)
+    elif what == "appended":
+        model.lstm, model.norm = nn.LSTM(7, 3, batch_first=True), nn.Linear(3, 5)
+    else:
+        model.norm.weight = nn.Parameter(torch.full((5,), 2.0))
+
+
+def _assigned_later(stage: int, what: str) -> None:
+    """In parts that no program reads, plain parameters are sharded before the next forward."""
+    model = net(_Recurrent)
+    run = torch.compile(model, backend=f"zero{stage}", options=FAST)
+    plain = net(_Recurrent)
+    run(*data(0))
+    plain(*data(0))
+    for each in (model, plain):
+        _assign(each, what)
+    ddp = twin(plain)
+    run(*data(1)).backward()
+    assert sharded(model)
+    ddp(*data(1)).backward()
+    for param, want in zip(model.parameters(), ddp.module.parameters(), strict=True):
+        close(full(param.grad), want.grad, "gradient")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("what", ["parameter", "module", "appended"])
+def test_parameters_assigned_to_them_later(what: str, stage: int) -> None:
+    run_ranks(2, _assigned_later, stage, what)
 
 
 def _left_alone() -> None:

@@ -23,6 +23,7 @@ from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.session import Session
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of, shard_model
 from zerofx.torch_private import (
@@ -81,8 +82,19 @@ def _begins(module: nn.Module) -> bool:
     session = next((each for each in live_sessions() if each.root() is module), None)
     if session is None:
         return False
+    if session.may_grow and not inside_transform():
+        _shard_new(module, session)
     session.buffers.forward_begins(trains=torch.is_grad_enabled())
     return True
+
+
+def _shard_new(root: nn.Module, session: Session) -> None:
+    """Shard what a model got since its last forward; a part that Python runs would not see it."""
+    plain = [param for param in root.parameters() if not isinstance(param, DTensor)]
+    session.may_grow = not all(map(_is_ready, plain))
+    if plain and not session.may_grow:
+        with torch.inference_mode(False):
+            shard_root(root, session.config)
 
 
 def _is_ready(param: Tensor) -> bool:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
@@ -171,7 +172,8 @@ def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]])
     Its backward would need full values that sharding frees.
     """
     last = next(frame for frame, module in reversed(frames) if module is root)
-    names = {id(param): name for name, param in root.named_parameters()}
+    named = root.named_parameters()
+    names = {id(param): name for name, param in named if not isinstance(param, DTensor)}
     used: dict[str, None] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -58,6 +58,7 @@ class Session:
         least_sharded: elements from which on a parameter is sharded.
         accumulation: which backwards hold gradients back.
         buffers: when they get rank 0's values.
+        may_grow: plain parameters, or modules, were registered somewhere since the last forward.
     """
 
     def __init__(
@@ -94,8 +95,7 @@ class Session:
         self.watch = Watch(self.journal, config.hang_timeout)
         if len(ranks) > 1:
             self.watch.start()
-        if copied is not None:
-            network = copied.network
+        network = network if copied is None else copied.network
         # Copied and unpickled by one rank alone, perhaps: those must not ask the others.
         self.network = network or agree_on_network(self.journal, config, self.mesh, device)
         node = copied.axes.node if copied is not None else None
@@ -103,6 +103,7 @@ class Session:
         self.sharded, self.replicated = self._domains()
         self.accumulation = Accumulation(_held_back(config, self.axes), config.accumulate)
         self.buffers = BufferSync()
+        self.may_grow = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model is its own model: own handles and memory.
@@ -285,12 +286,11 @@ class Session:
             ((shard if num_shards > 1 else self.world).node_size, self.world.node_size),
             (new_handle(), new_handle()),
         )
-        everyone = self.world if num_ranks > 1 else None
         return (
             Domain(
                 sharded, self, shard if num_shards > 1 else None, self.axes.replica, self.axes.node
             ),
-            Domain(whole, self, None, everyone),
+            Domain(whole, self, None, self.world if num_ranks > 1 else None),
         )
 
 

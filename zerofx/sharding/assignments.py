@@ -2,7 +2,7 @@
 
 A global hook of torch sees every registration. A sharded parameter makes its new owner read it
 through the marker, a `DTensor` that lies like a parameter becomes one, and a plain parameter stays
-plain until the next forward, which shards it.
+plain until the next forward of its model, which shards it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from zerofx.errors import ShardingError
 from zerofx.runtime.domain import Domain
@@ -24,6 +27,7 @@ from zerofx.torch_private import holds_a_graph
 def install() -> None:
     """Watch registrations of parameters; call once."""
     register_module_parameter_registration_hook(_registered)
+    register_module_module_registration_hook(_joined)
 
 
 def drop_unowned(session: Session) -> None:
@@ -40,9 +44,22 @@ def _drop(candidates: list[ParamState], session: Session) -> None:
     session.drop(state for state in candidates if id(state) not in owned)
 
 
+def _joined(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is not None and not holds_a_graph(module):
+        _announce()
+
+
+def _announce() -> None:
+    """Any model may have got a plain parameter: what was registered may join one later."""
+    for session in live_sessions():
+        session.may_grow = True
+
+
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     if holds_a_graph(module):  # of an optimizer's step, say, which reads what lies at rest
         return
+    if param is not None and not isinstance(param, DTensor):
+        _announce()
     session, gone = None, list[ParamState]()
     if is_bound(module):
         # Old-style `weight_norm` deletes from the dict itself.
