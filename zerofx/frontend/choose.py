@@ -24,6 +24,7 @@ from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import ShardingError
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
 from zerofx.frontend.resident import resident_of
+from zerofx.runtime.arrivals import Arrivals
 from zerofx.runtime.comm import backend_for
 from zerofx.runtime.members import members, new_key, ranks_of
 from zerofx.torch_private import default_store
@@ -56,15 +57,17 @@ def choose_stage(
     key, first = new_key("choice", ranks), ranks[0]
     mine = [socket.gethostname(), _memory_bytes(device, config), device.type == "cpu"]
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+    arrivals = Arrivals(key, store, ranks, "the choice of a stage", config.hang_timeout)
+    arrivals.come(dist.get_rank())
     if dist.get_rank() != first:
-        answer = store.get(key).decode()
+        answer = arrivals.hear(key)
         if not answer.isdigit():
             raise ShardingError(
                 f"rank {first} could not choose a stage: {answer}", "see its own error"
             )
         return cast(Stage, int(answer))
     try:
-        offers = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
+        offers = [json.loads(arrivals.hear(f"{key}/{rank}")) for rank in ranks]
         room = least_memory(offers, given=config.device_memory is not None)
         with torch.inference_mode(False), torch.enable_grad():  # one may evaluate first
             rehearsal = rehearse_graph(module, inputs, root, inner=config.inner)

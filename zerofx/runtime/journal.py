@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerofx.errors import DivergedError, RankGoneError, ZeroFxError
+from zerofx.runtime.arrivals import Arrivals
 from zerofx.runtime.differences import diff, first_difference, in_order
 from zerofx.runtime.roll_call import POLL_SECONDS, RollCall
 
@@ -47,6 +48,7 @@ class Journal:
         ranks: of all processes that hold the model, ascending; numbers are global.
         passes: names of the passes that users added, which may be at fault.
         origin: the same on all ranks; messages of models of another one do not meet.
+        patience: seconds after which a rank that waits for others to come says for whom.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Journal:
         store: dist.Store,
         rank: int,
         ranks: Sequence[int],
-        passes: Sequence[str] = (),
-        origin: str = "",
+        passes: Sequence[str],
+        origin: str,
+        patience: float,
     ) -> None:
         self._key = key
         self._store = store
@@ -75,6 +78,8 @@ class Journal:
         self._closed: ZeroFxError | None = None
         self._question = 0
         self.roll_call = RollCall(f"{key}/hang", store, rank, self._others)
+        self._arrivals = Arrivals(key, store, ranks, "the sharding of a model", patience)
+        self._arrivals.come(rank)
         suspects = f", the model's or that of the added passes {', '.join(passes)}"
         self._remedy = _RANK_REMEDY + (suspects if passes else "")
 
@@ -150,7 +155,7 @@ class Journal:
         key = f"{self._key}/told{self._plans}"
         if self._rank == self._ranks[0]:
             self._store.set(key, text)
-        return self._store.get(key).decode()
+        return self._arrivals.hear(key)
 
     def decided_by_first_rank(self, question: str, decide: Callable[[], str]) -> str:
         """The first rank's answer to a question that all come to, each at a time of its own.
@@ -182,12 +187,15 @@ class Journal:
         self._num_steps += 1
         step = self._num_steps
         self._steps.append(f"{step} {self._count} {self._checksum}")
-        self._store.set(f"{self._key}/step/{self._rank}/{step % _SLOTS}", self._steps[-1])
         peer = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         key = f"{self._key}/step/{peer}/{(step - 1) % _SLOTS}"
-        if step == 1 or not self._store.check([key]):
+        try:
+            self._store.set(f"{self._key}/step/{self._rank}/{step % _SLOTS}", self._steps[-1])
+            if step == 1 or not self._store.check([key]):
+                return
+            theirs = self._store.get(key).decode()
+        except dist.DistNetworkError:  # the rank that holds it is done, and needs nothing of this
             return
-        theirs = self._store.get(key).decode()
         if theirs.split()[0] == str(step - 1) and theirs != self._steps[0]:
             self.explain_within(_ANSWER_SECONDS)
             raise DivergedError(
@@ -278,8 +286,8 @@ class Journal:
         """A rank whose plan is not the first rank's, which looks for all; itself if none is."""
         first = self._ranks[0]
         if self._rank != first:
-            return int(self._store.get(f"{key}/odd"))
-        plans = ((peer, self._store.get(f"{key}/{peer}").decode()) for peer in self._others)
+            return int(self._arrivals.hear(f"{key}/odd"))
+        plans = ((peer, self._arrivals.hear(f"{key}/{peer}")) for peer in self._others)
         odd = next((peer for peer, theirs in plans if theirs != plan), first)
         self._store.set(f"{key}/odd", str(odd))
         return odd

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from zerofx.errors import RankGoneError
 POLL_SECONDS = 0.05
 """Between two looks at the store."""
 
-_REMEDY = (
+REMEDY = (
     "see how that process ended (its log, torchrun's summary, the kernel's log for memory), and "
     "start all ranks again from the last checkpoint"
 )
@@ -84,9 +84,8 @@ class RollCall:
             return
         ranks, silence = json.loads(self._store.get(f"{self._key}/gone").decode())
         self._store.set(f"{self._key}/knows/{self._rank}", "")
-        names = ", ".join(map(str, ranks))
-        are = f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"
-        raise RankGoneError(f"{are} gone: no answer for {silence:g} s", _REMEDY, ranks)
+        are = named_ranks(ranks, "is", "are")
+        raise RankGoneError(f"{are} gone: no answer for {silence:g} s", REMEDY, ranks)
 
     def wait_until_known(self, gone: Iterable[int], seconds: float) -> None:
         """Wait until all other ranks know of those that are gone, or for `seconds`."""
@@ -100,12 +99,18 @@ class RollCall:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
+def named_ranks(ranks: Sequence[int], one: str, many: str) -> str:
+    """The subject of a sentence, with its verb."""
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} {one}" if len(ranks) == 1 else f"ranks {names} {many}"
+
+
 def holder_gone() -> RankGoneError:
     """The store does not answer: with it went the process that holds it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return RankGoneError("torchrun's agent is gone, and the process group's store", _REMEDY)
+        return RankGoneError("torchrun's agent is gone, and the process group's store", REMEDY)
     return RankGoneError(
         "rank 0 is gone, and with it the process group's store (unless another process held it)",
-        _REMEDY,
+        REMEDY,
         (0,),
     )

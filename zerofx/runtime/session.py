@@ -89,9 +89,8 @@ class Session:
         self._origin = alike if copied is None else f"{copied._origin}/copy"
         self._num_copies = 0
         self._is_copy = copied is not None
-        self.journal = Journal(
-            self.key, default_store(), dist.get_rank(), ranks, config.added_passes, self._origin
-        )
+        about = config.added_passes, self._origin, config.hang_timeout
+        self.journal = Journal(self.key, default_store(), dist.get_rank(), ranks, *about)
         self.watch = Watch(self.journal, config.hang_timeout)
         if len(ranks) > 1:
             self.watch.start()
