@@ -71,3 +71,39 @@ def _ranks_of_their_own(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_recompiles_alone(stage: int) -> None:
     run_ranks(2, _ranks_of_their_own, stage)
+
+
+class _Paired(nn.Module):
+    """Two inputs whose sizes are one: of their symbols in Dynamo one replaces the other.
+
+    Which one, a hash of their names says.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 13), nn.Linear(13, 16)
+        self.mix = nn.Linear(13, 13)
+
+    def forward(self, idx: Tensor, x: Tensor) -> Tensor:
+        mixed = self.mix(self.embed(idx) + x[..., None].to(self.mix.weight.dtype))
+        return self.head(mixed).square().mean()
+
+
+class _PairedTheOtherWay(_Paired):
+    def forward(self, i: Tensor, x: Tensor) -> Tensor:
+        return super().forward(i, x)
+
+
+def _paired(build: type[nn.Module]) -> None:
+    pair = Pair(build(), 3, {**INDUCTOR, "bucket_bytes": 1000}, rtol=1e-5)
+
+    def loss(run: nn.Module, number: int) -> Tensor:
+        x = draw(3 + (number and dist.get_rank()), 3, seed=number)
+        return run(torch.zeros_like(x, dtype=torch.long), x)
+
+    pair.train(loss, 2)
+
+
+@pytest.mark.parametrize("build", [_Paired, _PairedTheOtherWay])
+def test_sizes_that_inputs_share(build: type[nn.Module]) -> None:
+    run_ranks(2, _paired, build, timeout=220)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.ops import PROGRAM_OPS
 from zerofx.ir.view import is_getitem, positions
-from zerofx.torch_private import lookup_seed_op, symbols_of
+from zerofx.torch_private import lookup_seed_op, settled, symbols_of
 
 _VIEWS = frozenset(
     (
@@ -111,7 +111,7 @@ def _extract(
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for index, node in enumerate(inputs):
         copies[node] = made.placeholder(f"in_{index}")
-        copies[node].meta["val"] = node.meta.get("val")
+        copies[node].meta["val"] = settled(node.meta.get("val"))
     for node in nodes:
         copies[node] = made.node_copy(node, lambda arg: copies[arg])
     made.output(tuple(copies[node] for node in outputs))

@@ -176,6 +176,16 @@ def symbols_of(value: Any) -> list[str]:
     return []
 
 
+def settled(value: Any) -> Any:
+    """A symbolic size in the symbols that stand for it by now; anything else as it is.
+
+    Inductor binds an input to the symbol that it began as, which another one may have replaced.
+    """
+    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
+        return value
+    return value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The extent that a symbolic size had when it was traced; 1 if it depends on data.
 
