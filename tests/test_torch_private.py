@@ -20,7 +20,10 @@ SOURCES = sorted((Path(zerofx.__file__).parent / "torch_private").glob("*.py"))
 
 # Private attributes of objects, which the source does not say the type of.
 OWNERS = {
+    "_allow_implicit_replication": "torch.distributed.tensor.DTensor._op_dispatcher",
     "_boxed_call": None,  # set, not read
+    "_custom_op_handlers": "torch.distributed.tensor.DTensor._op_dispatcher",
+    "_expr": None,  # torch.fx.experimental.sym_node.SymNode sets it when it is made
     "_isolate_recompiles_id": None,  # where torch.compile takes isolate_recompiles
     "_cdata": "torch.UntypedStorage",
     "_foreach_copy_": "torch.ops.aten",

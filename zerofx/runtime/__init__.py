@@ -6,5 +6,5 @@ chunks, accumulation, buffers, overflow, loss_scale, finite, gradients, dtensor_
 host_memory, gathered, kept, secondary, rounds, bucket, network, comm, pending, mail, exchange,
 two_hop, collectives, replicas, feedback, frozen, drift, quantized, owners, owner_state,
 owner_options, owner_probe, owner_optimizer, handed_out, calibrate, speed, differences, roll_call,
-journal, watch, markers, place, execute.
+arrivals, journal, watch, markers, place, execute.
 """

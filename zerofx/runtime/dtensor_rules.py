@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
-from zerofx.runtime.handles import reading
-from zerofx.runtime.in_place import note_cleared
+from zerofx.errors import UnsupportedError
+from zerofx.runtime.handles import reading, sessions_on
+from zerofx.runtime.in_place import full, note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
     clamp_whole,
+    compute_mixed,
     compute_pointwise,
     count_foreach_writes,
     foreach_by_default,
@@ -43,6 +45,25 @@ def _global_value(number: DTensor) -> Tensor:
 # them where they are.
 read_scalars_whole(_global_value)
 clamp_whole()
+
+
+def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Averages of weights that were copied before these were sharded; all ranks come together."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    meshes = {value.device_mesh for value in given if isinstance(value, DTensor)}
+    writes = op._schema.is_mutable and isinstance(args[0], DTensor)
+    if writes or not any(map(sessions_on, meshes)):
+        return NotImplemented
+    if torch.is_grad_enabled() and any(value.requires_grad for value in given):
+        raise UnsupportedError(
+            f"{op} mixes sharded and plain tensors, and its result needs gradients",
+            "take full values on all ranks, param.full_tensor(); or take the plain copy after the "
+            "model was sharded: zerofx.shard(model, zerofx.ZeroConfig(stage=…))",
+        )
+    return op(*map(full, args), **{name: full(value) for name, value in kwargs.items()})
+
+
+compute_mixed(_with_full_values, torch.no_grad()(_with_full_values))
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

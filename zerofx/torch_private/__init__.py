@@ -1,8 +1,8 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, distributed, foreach, given, joint, profiling, tensors,
-turns.
+Modules: backwards, captured, compiler, distributed, foreach, given, joint, mixed, profiling,
+tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -67,6 +67,7 @@ from zerofx.torch_private.joint import (
     must_save_tag,
     orders_effects,
 )
+from zerofx.torch_private.mixed import compute_mixed
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.tensors import (
     PLAIN_RESULTS,
@@ -114,6 +115,7 @@ __all__ = [
     "compilations",
     "compile_for_sizes",
     "compile_with_inductor",
+    "compute_mixed",
     "compute_pointwise",
     "count_foreach_writes",
     "default_store",

@@ -1,0 +1,62 @@
+"""Operations between `DTensor`s and plain tensors, which torch refuses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_ARITHMETIC = (
+    *("add", "addcdiv", "addcmul", "copy", "div", "lerp", "maximum", "minimum", "mul", "rsub"),
+    *("sub", "where"),
+)
+_COMPARISONS = ("allclose", "eq", "equal", "ge", "gt", "isclose", "le", "lt", "ne")
+
+
+Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def compute_mixed(compute: Compute, compare: Compute) -> None:
+    """Have callbacks do what averages and comparisons of weights ask for.
+
+    Args:
+        compute: called with an operation and its arguments, where `DTensor`s meet plain tensors of
+            several elements; what it answers with `NotImplemented` goes torch's way.
+        compare: the same, for operations that have no gradient.
+    """
+    _meet(_ARITHMETIC, compute)
+    _meet(_COMPARISONS, compare)
+
+
+def _meet(names: Iterable[str], compute: Compute) -> None:
+    dispatcher = DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers
+
+    def meet(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not dispatcher._allow_implicit_replication and any(map(_is_plain, args)):
+            found = compute(op, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        handlers.pop(op, None)  # behind it is torch's way
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = meet
+
+    handlers.update((op, meet) for op in _overloads(names))
+
+
+def _overloads(names: Iterable[str]) -> Iterator[Any]:
+    for name in itertools.chain.from_iterable((name, f"{name}_") for name in names):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            if not overload.endswith("out"):
+                yield getattr(packet, overload)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() != 1
