@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime.params import ParamState
+from zerofx.sharding.moves import apply_around
 from zerofx.sharding.refuse import refuse_past_recompile_limit
 from zerofx.sharding.rows import cut
 from zerofx.torch_private import (
@@ -152,6 +153,11 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
             self._parameters[name] = known.param
         bind(self, {})
 
+    def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        params = [(name, known.param) for name, known in bound_states(self).items()]
+        apply_around(self, params, fn, lambda: base._apply(self, fn, *args, **kwargs))
+        return self
+
     body: dict[str, Any] = {name: _parameter_property(name) for name in names}
     body.update(
         __module__=base.__module__,
@@ -160,6 +166,7 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
         __reduce_ex__=_reduce_ex,
         __setstate__=restore,
         __delattr__=delete,
+        _apply=apply,
         _zerofx_base=base,
     )
     if not hasattr(base, "__deepcopy__"):

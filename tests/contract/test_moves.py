@@ -1,0 +1,104 @@
+"""`model.to(…)` of a sharded model: parameters stay what they are, and keep their hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zerofx
+from tests.contract.loops import FAST, STAGES, close, compiled, data, full, net, same, sgd, twin
+from tests.ranks import run_ranks
+
+
+def _hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
+    model = net()
+    options = {**FAST, "grad_dtype": grad_dtype}
+    run = torch.compile(model, backend=f"zero{stage}", options=options)
+    run(*data(0))
+    called: list[str] = []
+    for param in model.parameters():
+        param.register_hook(lambda grad: called.append("hook"))
+        param.register_post_accumulate_grad_hook(lambda param: called.append("post"))
+    before = list(model.parameters())
+    model.to("cpu").float()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: called.append("later"))
+    run(*data(0)).backward()
+    assert [id(param) for param in model.parameters()] == [*map(id, before)]
+    for kind in ("hook", "post", "later"):
+        assert called.count(kind) == len(before), kind
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
+def test_parameters_keep_their_hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
+    run_ranks(2, _hooks, stage, grad_dtype)
+
+
+def _held_back(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    run, optimizer, wanted = compiled(model, stage), sgd(model), sgd(ddp)
+    for step in range(3):
+        model.to("cpu")
+        with zerofx.no_sync(model):
+            run(*data(step)).backward()
+        run(*data(step + 5)).backward()
+        for number in (step, step + 5):
+            ddp(*data(number)).backward()
+        for param, want in zip(model.parameters(), ddp.module.parameters(), strict=True):
+            close(full(param.grad), want.grad, "gradient")
+        for each in (optimizer, wanted):
+            each.step()
+            each.zero_grad()
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_held_back(stage: int) -> None:
+    run_ranks(2, _held_back, stage)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(7, 5), nn.Linear(5, 5)
+        self.head.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return (self.head(self.lstm(x)[0]) * self.head.scale - y).square().mean()
+
+
+def _converted(stage: int) -> None:
+    """Values, gradients and what an optimizer knows go along to another dtype and back."""
+    model, plain = net(_Recurrent), net(_Recurrent)
+    run, optimizer, wanted = compiled(model, stage), sgd(model), sgd(plain)
+    zerofx.trust(wanted)
+    for step, dtype in enumerate((torch.float32, torch.float64, torch.float64, torch.float32)):
+        for each in (model, plain):
+            each.to(dtype)
+        for each in (run, plain):
+            each(*data(step, dtype=dtype)).backward()
+        for param in plain.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(2)
+        for update in (optimizer, wanted):
+            for group in update.state.values():
+                group["momentum_buffer"] = group["momentum_buffer"].to(dtype)
+            update.step()
+        model.to(torch.float64).to(dtype)  # with gradients
+        for param, want in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(param, DTensor) and param.dtype is dtype
+            close(full(param.grad), want.grad, "gradient")
+        optimizer.zero_grad(set_to_none=False)
+        wanted.zero_grad(set_to_none=False)
+    same(model, plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_dtype(stage: int) -> None:
+    run_ranks(2, _converted, stage)
