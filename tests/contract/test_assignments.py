@@ -74,6 +74,30 @@ def test_tying_after_sharding(stage: int) -> None:
     run_ranks(2, _tied, stage)
 
 
+def _untied(stage: int) -> None:
+    """The tied parameter is named after a place that another one takes."""
+    model, plain = net(_Square), net(_Square)
+    for each in (model, plain):
+        each.head.weight = each.emb.weight
+    run = compiled(model, stage)
+    run(*data(0))
+    for each in (model, plain):
+        each.emb.weight = nn.Parameter(torch.full((7, 7), 0.1))
+    ddp = twin(plain)
+    train(run, sgd(model))
+    train(ddp, sgd(ddp))
+    same(model, ddp)
+    with zerofx.unshard(model) as values:
+        assert set(values) == {"emb.weight", "head.weight"}
+    with torch.no_grad():
+        run(*data(2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_untying_after_sharding(stage: int) -> None:
+    run_ranks(2, _untied, stage)
+
+
 def _dtensor_assigned(stage: int) -> None:
     model, ddp_model = net(), net()
     zerofx.shard(model, config(stage))

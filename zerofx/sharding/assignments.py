@@ -7,6 +7,9 @@ plain until the next forward of its model, which shards it.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,10 +34,19 @@ def install() -> None:
 
 
 def drop_unowned(session: Session) -> None:
-    """Forget parameters that the model no longer has."""
+    """Forget parameters that the model no longer has, and names of places that they lost."""
     root = session.root()
-    if root is not None:
-        _drop([*session.states], session)
+    if root is None:
+        return
+    _drop([*session.states], session)
+    places = collections.defaultdict[int, list[str]](list)
+    for path, module in root.named_modules():
+        for name, state in bound_states(module).items():
+            places[id(state)].append(f"{path}.{name}".removeprefix("."))
+    for state in session.states:
+        names = places[id(state)]
+        if names and state.spec.name not in names:
+            state.spec = dataclasses.replace(state.spec, name=names[0], tied=tuple(names[1:]))
 
 
 def _drop(candidates: list[ParamState], session: Session) -> None:
