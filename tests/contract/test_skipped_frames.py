@@ -148,6 +148,42 @@ def test_parameters_assigned_to_them_later(what: str, stage: int) -> None:
     run_ranks(2, _assigned_later, stage, what)
 
 
+class _Whitened(nn.Module):
+    """Writes to its buffer before it reads its weight, and the buffer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(9))
+        self.weight = nn.Parameter(torch.ones(9))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        weight = self.weight
+        return (x - self.mean) * weight
+
+
+class _Whitening(_Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Whitened()])
+
+
+def _own_writes(stage: int) -> None:
+    """Rank 0's buffers win before a forward, not over what a part of it wrote."""
+    model = net(_Whitening)
+    ddp = twin(net(_Whitening))
+    run = torch.compile(model, backend=f"zero{stage}", options=FAST)
+    train(run, sgd(model), 3)
+    train(ddp, sgd(ddp), 3)
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_that_they_write_to(stage: int) -> None:
+    run_ranks(2, _own_writes, stage)
+
+
 def _left_alone() -> None:
     """By the backends of torch, and `torch.compiler.disable`, beside a model of zerofx."""
     for wrap in (torch.compile, torch.compiler.disable):

@@ -84,7 +84,8 @@ def _begins(module: nn.Module) -> bool:
         return False
     if session.may_grow and not inside_transform():
         _shard_new(module, session)
-    session.buffers.forward_begins(trains=torch.is_grad_enabled())
+    if session.config.broadcast_buffers:
+        session.buffers.forward_begins(session, trains=torch.is_grad_enabled())
     return True
 
 

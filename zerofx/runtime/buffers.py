@@ -31,14 +31,30 @@ class BufferSync:
         self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._knows_buffers = False
         self._begun: bool | None = None  # `None` where this forward did not say it
+        self._at_once = True
         self._parts: set[Hashable] = set()
         self._trains = False
         self._trained = self._changes = False  # alike on all ranks
         self._group: dist.ProcessGroup | None = None  # that answers whether any changed
 
-    def forward_begins(self, *, trains: bool) -> None:
-        """The next part is the first; `trains` says whether the forward has a backward."""
+    def forward_begins(self, session: Session, *, trains: bool) -> None:
+        """The next part is the first; `trains` says whether the forward has a backward.
+
+        Where Python runs some parts, buffers get their values at once: such a part may write to its
+        own before it is heard of.
+        """
         self._begun, self._trains = True, trains
+        root = session.root()
+        if self._at_once and root is not None and next(root.buffers(), None) is not None:
+            self._at_once = False
+            self.before_part(session, "all", (), trains=trains)
+
+    def before_eager_part(
+        self, session: Session, part: Hashable, buffers: Sequence[Tensor], *, trains: bool
+    ) -> None:
+        """As `before_part`, of a part that Python runs."""
+        self._at_once = True
+        self.before_part(session, part, buffers, trains=trains)
 
     def before_part(
         self, session: Session, part: Hashable, buffers: Sequence[Tensor], *, trains: bool

@@ -126,7 +126,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
     elif session.config.broadcast_buffers and (own := list(module.buffers(recurse=False))):
         # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
         part, trains = (id(module), name), torch.is_grad_enabled()
-        session.buffers.before_part(session, part, own, trains=trains)
+        session.buffers.before_eager_part(session, part, own, trains=trains)
         if module.training and getattr(module, "track_running_stats", False):
             session.buffers.will_change(own)
     value = UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
