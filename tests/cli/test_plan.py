@@ -217,3 +217,23 @@ def test_copies_in_codes_and_a_choice_left_open(capsys: pytest.CaptureFixture[st
         stage = plan["stages"]["3"]
         assert dtype in _wire(stage, "forward", "gather")
         assert stage["auto"]["quantize_unshards"]["pays"] is (dtype != "float32")
+
+
+@pytest.mark.parametrize("flags", [("--quantize-weights", "int8"), ("--secondary-shards",)])
+def test_flags_that_mean_nothing_at_any_stage_asked_for(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*GPT, *flags, "--stage", "1"]) == 2
+    name = flags[0].removeprefix("--").replace("-", "_")
+    assert name in capsys.readouterr().err
+    code, _ = _plan(capsys, *flags, "--ranks-per-node", "2", "--stage", "1", "--stage", "3")
+    assert code == 0
+
+
+def test_batches_with_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two programs of other nodes tell nothing of the batches beyond them."""
+    heads = "num_attention_heads=2,num_key_value_heads=2"
+    llama = f"llama(num_hidden_layers=2,hidden_size=64,intermediate_size=64,vocab_size=100,{heads})"
+    assert main(["plan", llama, "--world-size", "4", "--length", "8"]) == 1
+    said = capsys.readouterr().err
+    assert "batches of 1 and 2 have other programs" in said and "--length" in said

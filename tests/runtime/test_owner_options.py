@@ -135,3 +135,16 @@ def _does_not_fit(where: str, message: str) -> None:
 )
 def test_optimizers_that_do_not_fit_are_refused(where: str, message: str) -> None:
     run_ranks(2, _does_not_fit, where, message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS: a step of it asks for losses"),
+        (torch.optim.SGD([torch.ones(1)]), "which makes no optimizer"),
+        ({"lr": 0.1}, "which makes no optimizer"),
+    ],
+)
+def test_what_is_no_class_that_fits_is_refused(given: Any, message: str) -> None:
+    with refused(message, kind=ShardingError):
+        OwnerOptimizer(make_model().parameters(), given, lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from zerofx.cli.machine import add_machine, check_inputs, machine_of, num_ranks_
 from zerofx.cli.plan_text import Question, as_data, as_text, best_stage
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
-from zerofx.config import ZeroConfig
+from zerofx.config import Stage, ZeroConfig
 from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.memory import FP32_ADAM, MIXED_ADAM
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.planner import Planner
+from zerofx.frontend.planner import Plan, Planner
+from zerofx.passes.pipelines import pipeline
 
 _PRECISIONS = {each.name: each for each in (FP32_ADAM, MIXED_ADAM)}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,7 +73,9 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         say=progress.step,
     )
     stages = tuple(sorted(set(args.stage or (0, 1, 2, 3))))
-    plan = planner.plan(stages)
+    # Raises for options that have no meaning at any stage that was asked for.
+    pipeline(dataclasses.replace(config, stage=stages[-1]), 0)
+    plan = _plan(planner, stages)
     formulas = _closed_forms(planner, stages) if args.formula else {}
     asked = Question(
         target.text, num_ranks, args.batch, args.length, args.memory, precision, config, formulas
@@ -97,6 +101,16 @@ def _config(args: argparse.Namespace) -> ZeroConfig:
         param_dtype=_DTYPES.get(args.param_dtype),
         **more,
     )
+
+
+def _plan(planner: Planner, stages: Sequence[Stage]) -> Plan:
+    try:
+        return planner.plan(stages)
+    except NotAlikeError as error:
+        raise UnsupportedError(
+            f"batches of {planner.batch} and {planner.batch + 1} have other programs ({error})",
+            "ask for another --batch or --length",
+        ) from error
 
 
 def _closed_forms(planner: Planner, stages: Sequence[int]) -> dict[int, Any]:

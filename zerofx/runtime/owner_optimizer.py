@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -44,11 +45,15 @@ class OwnerOptimizer(Optimizer):
         optimizer_class: it keeps what it remembers in `state`, parameter by parameter, or under
             other keys of `state` and in `param_groups`, where all owners write the same.
         options: of that class.
+
+    Raises:
+        ShardingError: it is no class of optimizers, or one whose steps call for losses.
     """
 
     def __init__(
         self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **options: Any
     ) -> None:
+        _refuse_class(optimizer_class)
         self._optimizer_class = optimizer_class
         self._options = options
         # It checks parameters and options, and completes them with its defaults.
@@ -199,3 +204,19 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _owned(state: ParamState, local: Tensor, owner: int) -> Owned:
     return Owned(local, state.spec.shape, state.spec.layout.sharded, owner)
+
+
+def _refuse_class(given: Any) -> None:
+    name = getattr(given, "__name__", repr(given))
+    if isinstance(given, Optimizer) or not callable(given):
+        raise ShardingError(
+            f"OwnerOptimizer was given {name}, which makes no optimizer",
+            "give it the class, and its options: OwnerOptimizer(params, torch.optim.Muon, lr=0.02)",
+        )
+    step = getattr(given, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ShardingError(
+            f"OwnerOptimizer cannot run {name}: a step of it asks for losses of other parameters",
+            "use an optimizer whose step needs no closure",
+        )
