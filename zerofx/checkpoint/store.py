@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zerofx.checkpoint import damage, snapshot
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import read_into
-from zerofx.checkpoint.writer import AtomicWriter, alone, complete_below, find
+from zerofx.checkpoint.writer import AtomicWriter, age, alone, complete_below, find
 from zerofx.errors import CheckpointError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
@@ -154,10 +154,32 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     return extra[0] if extra is not None else None
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint directly below `folder`; `None` if there is none."""
-    found = complete_below(Path(folder))
-    return found[-1] if found else None
+def latest(folder: str | os.PathLike[str], part: str | None = None) -> Path | None:
+    """The newest complete checkpoint directly below `folder`; `None` if there is none.
+
+    Args:
+        folder: of checkpoints.
+        part: where ranks hold different models, whose checkpoints are `folder/<any name>/<part>`:
+            the name of this rank's. Every rank of the job must call; what is found is the newest of
+            which all of them have their part.
+    """
+    if part is None:
+        found = complete_below(Path(folder))
+        return found[-1] if found else None
+    named = (part, f".{part}.replaced")
+    parts = [
+        path
+        for whole in Path(folder).glob("*")
+        for path in complete_below(whole)
+        if path.name in named
+    ]
+    parts.sort(key=age)
+    lists = [[path.parent.name for path in parts]]
+    if dist.is_initialized():
+        lists *= dist.get_world_size()
+        dist.all_gather_object(lists, lists[0])
+    everyones = [name for name in lists[0] if all(name in each for each in lists)]
+    return next((path for path in parts if path.parent.name in everyones[-1:]), None)
 
 
 class _Copies(AsyncStager):

@@ -91,7 +91,12 @@ def complete_below(folder: Path) -> Sequence[Path]:
         named = folder / old.name[1 : -len(".replaced")]
         if is_complete(old) and not named.exists():
             found.append(old)
-    return sorted(found, key=lambda path: ((path / METADATA).stat().st_mtime_ns, path.name))
+    return sorted(found, key=age)
+
+
+def age(checkpoint: Path) -> tuple[int, str]:
+    """What sorts complete checkpoints, the oldest first."""
+    return (checkpoint / METADATA).stat().st_mtime_ns, checkpoint.name
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,39 @@
+"""Checkpoints of a model in parts, each on some ranks: a job goes on from what all of them have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerofx
+from tests.ranks import run_ranks
+from zerofx import checkpoint
+
+
+def _resumed(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    part = f"part{mesh.get_local_rank('model')}"
+    model = nn.Linear(4, 4)
+    zerofx.shard(model, zerofx.ZeroConfig(stage=3, mesh=mesh["data"]))
+    assert checkpoint.latest(folder, part=part) is None
+    for step in (1, 2, 3):
+        if step < 3 or part == "part0":  # the job is killed while it saves
+            checkpoint.save(folder / f"step{step}" / part, model, extra=step)
+        dist.barrier()
+    found = checkpoint.latest(folder, part=part)
+    assert found == folder / "step2" / part
+    assert checkpoint.load(found, model) == 2
+
+
+def test_the_latest_step_is_one_of_all_parts(tmp_path: Path) -> None:
+    run_ranks(4, _resumed, tmp_path)
+
+
+def test_without_ranks(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path / f"step{step}" / "only", nn.Linear(2, 2))
+    assert checkpoint.latest(tmp_path, part="only") == tmp_path / "step2" / "only"
+    assert checkpoint.latest(tmp_path) is None
