@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 
 import pytest
@@ -203,14 +204,23 @@ def test_gradient_that_nobody_reduced() -> None:
     refused(program, "every_gradient_reduced", "is the gradient of b.weight", "parameter b.weight")
 
 
-def test_gradient_of_a_frozen_dtensor_is_a_single_none() -> None:
-    """Shard and mesh are two inputs each; the gradients of the trainable one are two values."""
+_Part = collections.namedtuple("_Part", "base attr")
+_Gradient = collections.namedtuple("_Gradient", "grad_of")
+
+
+def test_gradients_of_inputs_of_several_parts() -> None:
+    """Described as AOTAutograd does: a frozen one has a single None, the other two values."""
     hand = Hand(PARAMS, Region.JOINT)
     inputs = []
     for name in (W, V):
         inputs += [hand.shard(name), hand.input(f"mesh_{name[7]}", role=Role.MESH, param=name)]
     grad = hand.input("g", 4, 4)
     right = hand.program([None, hand.reduce(grad, inputs[2]), inputs[3], None], 0)
+    parts = [_Part(name, attribute) for name in (W, V) for attribute in ("shard", "mesh")]
+    for node, desc in zip((*inputs, grad), (*parts, "tangent"), strict=True):
+        node.meta["desc"] = desc
+    gradient = _Gradient(V)
+    right.output.meta["desc"] = [None, _Part(gradient, "shard"), _Part(gradient, "mesh"), None]
     verify(right, [], final=True)
     right.output.args = ((None, grad, inputs[3], None),)
     refused(right, "every_gradient_reduced", f"is the gradient of {V}", f"parameter {V}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.codes import values_from
@@ -192,24 +192,25 @@ class Case:
 def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:
     """Inputs of a joint program's forward part, each with the place of its gradient.
 
-    AOTAutograd returns gradients in the order of the inputs. A `DTensor` is two inputs, shard and
-    mesh; its gradient is two values as well, or a single None. What orders effects (the check
-    of `linalg.cholesky`, a print) comes before the inputs and has no gradient.
+    AOTAutograd describes both: an input of several parts (a jagged tensor, say) may have as many
+    gradients, or a single None. Programs made by hand have a gradient for each input, in order.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    inputs = [node for node in placeholders if facts(node).role is not Role.EFFECT]
-    gradients = joint.outputs[joint.num_user_outputs :]
-    at = place = 0
-    while at < len(inputs) and place < len(gradients):
-        yield inputs[at], place
-        is_dtensor = at + 1 < len(inputs) and _is_opaque(inputs[at + 1])
-        at += 2 if is_dtensor else 1
-        place += 2 if is_dtensor and gradients[place] is not None else 1
+    described = joint.graph.output_node().meta.get("desc")
+    if described is None:
+        num_gradients = len(joint.outputs) - joint.num_user_outputs
+        yield from zip(placeholders, range(num_gradients), strict=False)
+        return
+    inputs = {_part(node.meta["desc"]): node for node in placeholders}
+    for place, desc in enumerate(described[joint.num_user_outputs :]):
+        whole, attribute = _part(desc)
+        if (node := inputs.get((getattr(whole, "grad_of", None), attribute))) is not None:
+            yield node, place
 
 
-def _is_opaque(node: fx.Node) -> bool:
-    plain = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
-    return facts(node).role is Role.MESH or not isinstance(node.meta.get("val"), plain)
+def _part(desc: Any) -> tuple[Any, Any]:
+    """What a description is of, and which attribute of a tensor of several parts."""
+    return getattr(desc, "base", desc), getattr(desc, "attr", None)
 
 
 def _union(parts: Iterable[Roots]) -> Roots:
