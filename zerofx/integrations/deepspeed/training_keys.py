@@ -7,6 +7,7 @@ import dataclasses
 from zerofx.integrations.deepspeed.key import Key, keys
 from zerofx.integrations.deepspeed.schedules import SHAPES
 
+_WIDER = "option `reduce_dtype`: the wider of this and the "
 _BATCH = [
     *keys(
         "honoured",
@@ -169,8 +170,8 @@ _PRECISION = [
         "always",
         "what autocast alone reads travels in its dtype",
     ),
-    Key("communication_data_type", "honoured", "option `reduce_dtype`", "text"),
-    Key("data_types.grad_accum_dtype", "honoured", "option `reduce_dtype`", "text"),
+    Key("communication_data_type", "honoured", f"{_WIDER}next key", "text"),
+    Key("data_types.grad_accum_dtype", "honoured", f"{_WIDER}key before", "text"),
     Key(
         "seq_parallel_communication_data_type",
         "honoured",

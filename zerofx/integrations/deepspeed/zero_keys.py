@@ -90,7 +90,7 @@ _ZERO = [
     Key(
         "zero_optimization.zeropp_loco_param",
         "honoured",
-        "`int4.feedback`; `err_beta` is 0.8 and `reset_T` 1024",
+        "`int4.feedback`, if gradients are quantized; `err_beta` is 0.8 and `reset_T` 1024",
         stages=(3,),
     ),
     Key(
