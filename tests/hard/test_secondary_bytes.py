@@ -140,7 +140,7 @@ def test_memory_grows_by_the_model_divided_by_the_ranks_of_a_node() -> None:
 
 def _refused() -> list[str]:
     messages = []
-    for options in ({"ranks_per_node": 4}, {"ranks_per_node": 3}, {"replicate": 2}):
+    for options in ({"ranks_per_node": 4}, {"ranks_per_node": 1}, {"replicate": 2}):
         config = zerofx.ZeroConfig(**{**NODES, **options, "secondary_shards": True})
         with pytest.raises(UnsupportedError) as error:
             zerofx.shard(nn.Linear(4, 4), config)
@@ -149,10 +149,10 @@ def _refused() -> list[str]:
 
 
 def test_refused_where_they_could_not_serve() -> None:
-    one_node, uneven, groups = run_ranks(4, _refused)[0]
+    one_node, alone, groups = run_ranks(4, _refused)[0]
     assert "all 4 ranks that share the parameters are on one node" in one_node
     assert "leave secondary_shards out" in one_node
-    assert "alone on their nodes, or nodes hold unequal numbers" in uneven
+    assert "alone on their nodes, or nodes hold unequal numbers" in alone
     assert "all 2 ranks that share the parameters are on one node" in groups
     with pytest.raises(ConfigError, match="no meaning at stage 2"):
         zerofx.ZeroConfig(stage=2, secondary_shards=True)

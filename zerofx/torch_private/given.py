@@ -19,6 +19,7 @@ from torch._dynamo.callback import (
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 Hear = Callable[[Any, Mapping[str, Any], nn.Module | None], bool]
 """Hears a backend, its `options` and `mode`, and the module that was compiled (`None`: to be found
@@ -34,6 +35,7 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
         hear: until it needs to hear of a module no more.
         begins: then, before each of its forwards, until it says that it is not about this module.
     """
+    regions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
         if compiles not in callback_handler.start_callbacks:
@@ -49,7 +51,7 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
             if heard and not begins(inner):
                 handle.remove()
             else:
-                _count_apart(compiled.dynamo_ctx)
+                _count_apart(compiled.dynamo_ctx, inner, regions)
 
         handle = outer.register_forward_pre_hook(before)
 
@@ -66,14 +68,16 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
     on_compile_start(compiles)
 
 
-def _count_apart(context: Any) -> None:
-    """Let a compiled model have a recompile limit of its own, as `isolate_recompiles=True` does.
+def _count_apart(context: Any, model: nn.Module, regions: WeakIdKeyDictionary) -> None:
+    """Let a model have a recompile limit of its own, as `isolate_recompiles=True` gives to a call.
 
     Programs are their model's alone, so models of one class would use up one limit. They do in
     torch 2.11, which does not have that option.
     """
     if getattr(context, "_isolate_recompiles_id", None) == _SHARED:
-        context._isolate_recompiles_id = next(eval_frame._next_isolate_recompiles_id)
+        if model not in regions:
+            regions[model] = next(eval_frame._next_isolate_recompiles_id)
+        context._isolate_recompiles_id = regions[model]
 
 
 _SHARED = -1
