@@ -60,7 +60,12 @@ def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             "take full values on all ranks, param.full_tensor(); or take the plain copy after the "
             "model was sharded: zerofx.shard(model, zerofx.ZeroConfig(stage=…))",
         )
-    return op(*map(full, args), **{name: full(value) for name, value in kwargs.items()})
+    return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
+
+
+def _whole(value: Any) -> Any:
+    # Below autograd torch 2.11 gathers nothing that requires gradients.
+    return full(value.detach()) if isinstance(value, DTensor) else value
 
 
 compute_mixed(_with_full_values, torch.no_grad()(_with_full_values))
