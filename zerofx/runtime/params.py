@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
     from zerofx.runtime.session import Session
 
-Fill = Callable[[Tensor, Tensor | None], None]
-
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that an optimizer steps over, group by group."""
@@ -110,7 +108,6 @@ class ParamState:
     def rehouse(self) -> None:
         """Follow the parameter to another dtype or device (`.to()`)."""
         self.domain.session.buffers.moved()
-        make_writable(self.param)  # `.to()` gives it torch's own class
         shard, buffer = self.shard, self.buffer
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
         if buffer is None or storage_key(buffer) == storage_key(shard):
@@ -156,10 +153,11 @@ def make_state(
     tied: tuple[str, ...],
     full_shape: torch.Size,
     requires_grad: bool,
-    fill: Fill,
+    fill: Callable[[Tensor, Tensor | None], None],
     like: Tensor,
+    holder: nn.Parameter | None = None,
 ) -> ParamState:
-    """Allocate a parameter's buffer, fill it, and wrap the shard in an `nn.Parameter`.
+    """Allocate a parameter's buffer, fill it, and let an `nn.Parameter` hold the shard.
 
     Args:
         domain: where it belongs.
@@ -169,22 +167,8 @@ def make_state(
         requires_grad: of the parameter.
         fill: writes the values into the shard and, if resident, the unpadded full value (1-D).
         like: dtype and device.
+        holder: an `nn.Parameter` that is a `DTensor`; by default a new one.
     """
-    spec, buffer, shard = _allocated(domain, name, tied, full_shape, requires_grad, fill, like)
-    param = nn.Parameter(as_dtensor(shard, full_shape, domain), requires_grad=requires_grad)
-    return ParamState(spec, domain, param, buffer)
-
-
-def _allocated(
-    domain: Domain,
-    name: str,
-    tied: tuple[str, ...],
-    full_shape: torch.Size,
-    requires_grad: bool,
-    fill: Fill,
-    like: Tensor,
-) -> tuple[ParamSpec, Tensor | None, Tensor]:
-    """What `make_state` wraps: the parameter's spec, its buffer, and the shard."""
     number = _next_index(domain.session)
     spec = ParamSpec(
         name,
@@ -199,7 +183,12 @@ def _allocated(
     buffer, shard = allocate(spec, domain.shard_rank, like)
     resident = buffer is not None and spec.layout.resident
     fill(shard, buffer[: spec.numel] if resident and buffer is not None else None)
-    return spec, buffer, shard
+    made = as_dtensor(shard, full_shape, domain)
+    if holder is None:
+        holder = nn.Parameter(made, requires_grad=requires_grad)
+    else:
+        take_place(holder, made)
+    return ParamState(spec, domain, holder, buffer)
 
 
 def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
@@ -258,11 +247,9 @@ def rebuild_state(
         shard.copy_(values)
 
     domain = session.domain_for(param.shape)
-    spec, buffer, shard = _allocated(
-        domain, name, tied, param.shape, param.requires_grad, fill, values
+    state = make_state(
+        domain, name, tied, param.shape, param.requires_grad, fill, values, holder=param
     )
-    take_place(param, as_dtensor(shard, param.shape, domain))
-    state = ParamState(spec, domain, param, buffer)
     state.dirty = True
     return state
 
