@@ -93,7 +93,7 @@ def _untied(stage: int) -> None:
         run(*data(2))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_untying_after_sharding(stage: int) -> None:
     run_ranks(2, _untied, stage)
 

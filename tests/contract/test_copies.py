@@ -177,7 +177,7 @@ def _together(stage: int) -> None:
         same(clone, model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_an_optimizer_is_copied_with_its_model(stage: int) -> None:
     run_ranks(2, _together, stage)
 

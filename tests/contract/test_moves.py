@@ -34,7 +34,7 @@ def _hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
         assert called.count(kind) == len(before), kind
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
 def test_parameters_keep_their_hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
     run_ranks(2, _hooks, stage, grad_dtype)
@@ -99,6 +99,6 @@ def _converted(stage: int) -> None:
     same(model, plain)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_another_dtype(stage: int) -> None:
     run_ranks(2, _converted, stage)

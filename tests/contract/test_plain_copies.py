@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 import zerofx
 from tests.contract.loops import (
-    STAGES,
     close,
     compiled,
     config,
@@ -65,7 +64,7 @@ def _averages(stage: int) -> None:
             close(got.detach(), want.detach(), way)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_averages_of_a_copy_from_before(stage: int) -> None:
     run_ranks(2, _averages, stage)
 
