@@ -191,10 +191,15 @@ def _copies(stage: int) -> None:
     model, run = _net(stage, grad_dtype=BF16, param_dtype=BF16)
     _loss(run, 0).backward()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        _loss(torch.compile(twin, backend=f"zero{stage}"), 0).backward()
+        again = torch.compile(twin, backend=f"zero{stage}")
+        _loss(again, 0).backward()
         for mine, other in zip(_grads(twin), _grads(model), strict=True):
             assert mine.dtype is BF16 and torch.equal(mine, other)
-        torch.optim.AdamW(twin.parameters()).step()
+        optimizer = torch.optim.AdamW(twin.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        _loss(again, 1).backward()
+        assert {grad.dtype for grad in _grads(twin)} == {BF16}
 
 
 def test_copies_keep_it() -> None:

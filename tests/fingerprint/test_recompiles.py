@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.fingerprint.chain import OPTIONS, WIDTH, Chain, fit
@@ -83,6 +84,7 @@ def _two_models_with_one_limit() -> str:
         except UnsupportedError as error:
             torch.compiler.reset()  # the remedy
             fit_in_place(second)
+            assert all(isinstance(param, DTensor) for param in second.parameters())
             return str(error)
     return ""
 

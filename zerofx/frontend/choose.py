@@ -56,9 +56,8 @@ def choose_stage(
     ranks, store = members(config.mesh), default_store()
     key, first = new_key("choice", ranks), ranks[0]
     mine = [socket.gethostname(), _memory_bytes(device, config), device.type == "cpu"]
-    store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
     arrivals = Arrivals(key, store, ranks, "the choice of a stage", config.hang_timeout)
-    arrivals.come(dist.get_rank())
+    arrivals.come(dist.get_rank(), json.dumps(mine))
     if dist.get_rank() != first:
         answer = arrivals.hear(key)
         if not answer.isdigit():
@@ -67,7 +66,7 @@ def choose_stage(
             )
         return cast(Stage, int(answer))
     try:
-        offers = [json.loads(arrivals.hear(f"{key}/{rank}")) for rank in ranks]
+        offers = [json.loads(text) for text in arrivals.all_say()]
         room = least_memory(offers, given=config.device_memory is not None)
         with torch.inference_mode(False), torch.enable_grad():  # one may evaluate first
             rehearsal = rehearse_graph(module, inputs, root, inner=config.inner)

@@ -40,9 +40,13 @@ class Arrivals:
         self._place = f"{place} of ranks {named(ranks)}"
         self._patience = patience
 
-    def come(self, rank: int) -> None:
-        """This rank is there."""
-        self._store.set(self._keys[rank], "")
+    def come(self, rank: int, text: str = "") -> None:
+        """This rank is there, and says so much."""
+        self._store.set(self._keys[rank], text)
+
+    def all_say(self) -> list[str]:
+        """What each of the ranks said when it came; raises as `hear` does."""
+        return [self.hear(key) for key in self._keys.values()]
 
     def hear(self, key: str) -> str:
         """What another rank writes at `key` of the store, once it does.

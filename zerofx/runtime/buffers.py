@@ -44,9 +44,11 @@ class BufferSync:
         own before it is heard of.
         """
         self._begun, self._trains = True, trains
+        if not self._at_once:
+            return
+        self._at_once = False
         root = session.root()
-        if self._at_once and root is not None and next(root.buffers(), None) is not None:
-            self._at_once = False
+        if root is not None and next(root.buffers(), None) is not None:
             self.before_part(session, "all", (), trains=trains)
 
     def before_eager_part(

@@ -38,14 +38,14 @@ def drop_unowned(session: Session) -> None:
     root = session.root()
     if root is None:
         return
-    _drop([*session.states], session)
     places = collections.defaultdict[int, list[str]](list)
     for path, module in root.named_modules():
         for name, state in bound_states(module).items():
             places[id(state)].append(f"{path}.{name}".removeprefix("."))
+    session.drop(state for state in session.states if id(state) not in places)
     for state in session.states:
         names = places[id(state)]
-        if names and state.spec.name not in names:
+        if state.spec.name not in names:
             state.spec = dataclasses.replace(state.spec, name=names[0], tied=tuple(names[1:]))
 
 

@@ -154,7 +154,7 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
         bind(self, {})
 
     def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        params = [(name, known.param) for name, known in bound_states(self).items()]
+        params = {name: known.param for name, known in bound_states(self).items()}
         apply_around(self, params, fn, lambda: base._apply(self, fn, *args, **kwargs))
         return self
 

@@ -5,8 +5,7 @@ torch swaps a `DTensor` for the converted one, which has no hooks, neither the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,10 @@ Convert = Callable[[Tensor], Tensor]
 
 
 def apply_around(
-    module: nn.Module, params: Iterable[tuple[str, nn.Parameter]], convert: Convert, rest: Any
+    module: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    convert: Convert,
+    rest: Callable[[], object],
 ) -> None:
     """Convert sharded parameters in place, and all else by torch's own means.
 
@@ -27,13 +29,12 @@ def apply_around(
         convert: what `nn.Module._apply` was given.
         rest: applies it to what else the module and those below it hold.
     """
-    params = list(params)
-    module._parameters.update(dict.fromkeys((name for name, _ in params), None))
+    module._parameters.update(dict.fromkeys(params))
     try:
         rest()
     finally:
         module._parameters.update(params)
-    for _, param in params:
+    for param in params.values():
         _convert(param, convert)
         if param.grad is not None:
             _convert(param.grad, convert)
