@@ -107,7 +107,7 @@ def _count(written: Sequence[Tensor]) -> None:
 
 
 def _laid_as(param: Tensor, grad: Tensor) -> Tensor:
-    if _lies_as(param, grad) or not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+    if lies_as(param, grad) or not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         return grad
     return grad.redistribute(param.device_mesh, param.placements)
 
@@ -136,10 +136,11 @@ def _lie_alike(args: tuple[Any, ...]) -> bool:
 
 
 def _meet(written: Sequence[Tensor], operands: Sequence[Any]) -> bool:
-    return all(_lies_as(one, other) for one, other in zip(written, operands, strict=False))
+    return all(lies_as(one, other) for one, other in zip(written, operands, strict=False))
 
 
-def _lies_as(one: Tensor, other: Any) -> bool:
+def lies_as(one: Tensor, other: Any) -> bool:
+    """Whether the local tensor of one operand meets the other's in place; numbers do with all."""
     if not isinstance(other, Tensor) or (not other.ndim and type(other) is Tensor):
         return True  # a number
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zerofx.torch_private.foreach import lies_as
+
 _ARITHMETIC = (
     *("add", "addcdiv", "addcmul", "copy", "div", "lerp", "maximum", "minimum", "mul", "rsub"),
     *("sub", "where"),
@@ -37,6 +39,9 @@ def _meet(names: Iterable[str], compute: Compute) -> None:
     handlers = dispatcher._custom_op_handlers
 
     def meet(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op._schema.is_mutable and _writes_in_place(args):
+            op(*map(_local, args), **kwargs)
+            return args[0]
         if not dispatcher._allow_implicit_replication and any(map(_is_plain, args)):
             found = compute(op, args, kwargs)
             if found is not NotImplemented:
@@ -56,6 +61,20 @@ def _overloads(names: Iterable[str]) -> Iterator[Any]:
         for overload in () if packet is None else packet.overloads():
             if not overload.endswith("out"):
                 yield getattr(packet, overload)
+
+
+def _writes_in_place(args: tuple[Any, ...]) -> bool:
+    """Whether local tensors meet their like, as in the step of an optimizer."""
+    written = args[0]
+    return (
+        isinstance(written, DTensor)
+        and not any(how.is_partial() for how in written._spec.placements)
+        and all(lies_as(written, other) for other in args[1:])
+    )
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _is_plain(value: Any) -> bool:
