@@ -24,6 +24,7 @@ _COMET = {**BASE, "comet.enabled": True}
 _CODED = {**_STAGE_3, "zero_optimization.zero_quantized_gradients": True}
 _FLOPS = {**BASE, "flops_profiler.enabled": True}
 _COMMS = {**BASE, "comms_logger.enabled": True}
+_PARTS = {**BASE, "tensor_parallel.autotp_size": 2}
 _CYCLE = {
     **BASE,
     "scheduler.type": "OneCycle",
@@ -140,6 +141,19 @@ HONOURED: dict[str, Pair] = {
         "fp32",
         "bf16",
     ),
+    "tensor_parallel.autotp_size": (BASE, 1, 2),
+    "tensor_parallel.preset_model": (_PARTS, "llama", "bloom"),
+    "tensor_parallel.partition_config.layer_specs": (_PARTS, [], [{"patterns": ["up"]}]),
+    "tensor_parallel.partition_config.use_default_specs": (
+        {
+            **_PARTS,
+            "tensor_parallel.preset_model": "llama",
+            "tensor_parallel.partition_config.layer_specs": [{"patterns": ["up"]}],
+        },
+        False,
+        True,
+    ),
+    "tensor_parallel.partition_config.strict_mode": (_PARTS, False, True),
     "dump_state": (BASE, False, True),
     "dataloader_drop_last": (BASE, False, True),
     "scheduler.params.last_batch_iteration": (_WARMUP, -1, 3),
@@ -167,8 +181,11 @@ TOGETHER = {
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
     "data_parallel_size",
+    "tensor_parallel.tensor_parallel.tp_size",
+    "tensor_parallel.tp.tp_size",
+    "compile.passes",
 }
-"""Honoured keys that mean something together only."""
+"""Honoured keys that mean something together only, or are checked."""
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

@@ -248,9 +248,8 @@ def test_the_largest_replicated_parameters_are_sharded_first(bound: int, names: 
 
 
 def test_passes_of_deepspeeds_compiler() -> None:
-    assert _recipe({"compile": {"deepcompile": True, "passes": ["z3"]}}).rows[-1].taken == "off"
-    with pytest.raises(UnsupportedError, match=r"compile\.passes"):
-        _recipe({"compile": {"deepcompile": True, "passes": ["z3", "autosp"]}})
+    with pytest.raises(UnsupportedError, match="'autosp'"):
+        _recipe({"compile": {"deepcompile": True, "passes": ["autosp"]}})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,13 +47,37 @@ def export_safetensors(
     Raises:
         CheckpointError: other ranks have saved another model there, or the first cannot write.
     """
-    ranks, values = ranks_that_hold(model, "export_safetensors"), _once(model)
+    ranks, values = ranks_that_hold(model, "export_safetensors"), once(model)
+
+    def collect(names: Collection[str]) -> dict[str, Tensor]:
+        return _collect({name: cast_floats(values[name], dtype) for name in names}, ranks)
+
+    write_files(model, folder, values, collect, ranks, max_shard_bytes, dtype)
+
+
+def write_files(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    values: Mapping[str, Tensor],
+    collect: Callable[[Collection[str]], dict[str, Tensor]],
+    ranks: Ranks,
+    most: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write what `collect` brings to the first rank, file by file, and publish the folder.
+
+    Args:
+        model: as in `export_safetensors`, as are `folder` and `dtype`.
+        values: what there is, by name, with the shapes of full values.
+        collect: full values of some names on the first rank, on its host; all ranks call it.
+        ranks: that come here together.
+        most: bytes in a file, unless one tensor alone has more.
+    """
     ranks.claim(folder)
-    files = split(values, max_shard_bytes, dtype)
+    files = split(values, most, dtype)
     partial = ranks.agreed(lambda: begin(Path(folder).absolute()))
     for file, names in files.items():
-        chosen = {name: cast_floats(values[name], dtype) for name in names}
-        content = _collect(chosen, ranks)
+        content = collect(names)
         path = partial / file
         ranks.agreed(functools.partial(save_file, content, path, metadata={"format": "pt"}))
         del content
@@ -77,7 +101,7 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
         On the first rank that holds the model, mostly rank 0, the values by name, on its host; on
         other ranks nothing.
     """
-    values = _once(model)
+    values = once(model)
     chosen = {key: values[key] for key in values if names is None or key in names}
     return _collect(chosen, ranks_that_hold(model, "full_state_dict"), copy=True)
 
@@ -96,7 +120,7 @@ def _collect(values: dict[str, Tensor], ranks: Ranks, *, copy: bool = False) -> 
     return found
 
 
-def _once(model: nn.Module) -> dict[str, Tensor]:
+def once(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the state dict, tied ones under their first name only."""
     state = get_model_state_dict(model)
     plain = unwrap_compiled(model)
@@ -118,7 +142,9 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def split(values: dict[str, Tensor], most: int, dtype: torch.dtype | None) -> dict[str, list[str]]:
+def split(
+    values: Mapping[str, Tensor], most: int, dtype: torch.dtype | None
+) -> dict[str, list[str]]:
     """Names by file, in order; a file holds at most `most` bytes in `dtype`, or one tensor."""
     groups: list[list[str]] = [[]]
     held = 0
@@ -193,7 +219,7 @@ def begin(target: Path) -> Path:
 def write_index(
     folder: Path,
     files: dict[str, list[str]],
-    values: dict[str, Tensor],
+    values: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> None:
     """Say which of several files holds which tensor."""

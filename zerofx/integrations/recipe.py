@@ -53,6 +53,7 @@ def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
         "gradient_clipping": (recipe.gradient_clipping, args.max_grad_norm),
         "torch_autocast": (recipe.autocast_dtype, None),
         "sequence_parallel_size": (recipe.batch.sharing, 1),
+        "tensor_parallel.autotp_size": (recipe.batch.splitting, 1),
         "gradient_allreduce_op": ("sum" if recipe.sums_gradients else "mean", "mean"),
         "dataloader_drop_last": (drops_last or recipe.drop_last, drops_last),
     }

@@ -1,8 +1,8 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, distributed, foreach, given, joint, mixed, profiling,
-tensors, turns.
+Modules: backwards, captured, compiler, conjugates, distributed, foreach, given, joint, mixed,
+profiling, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -41,6 +41,13 @@ from zerofx.torch_private.compiler import (
     trace_artifact,
     where_dynamo_stopped,
     why_graph_ended,
+)
+from zerofx.torch_private.conjugates import (
+    for_parts,
+    joined,
+    name_of,
+    own_part,
+    sum_of_parts,
 )
 from zerofx.torch_private.distributed import (
     all_gather_flat,
@@ -125,6 +132,7 @@ __all__ = [
     "fake_mode",
     "fake_mode_of",
     "fake_shard",
+    "for_parts",
     "foreach_by_default",
     "frame_being_compiled",
     "holds_a_graph",
@@ -143,6 +151,7 @@ __all__ = [
     "is_tangent",
     "is_to_local",
     "is_tracing",
+    "joined",
     "kept_by_running_function",
     "live_ranks",
     "local_part",
@@ -154,7 +163,9 @@ __all__ = [
     "mix_while_tracing",
     "must_recompute_tag",
     "must_save_tag",
+    "name_of",
     "orders_effects",
+    "own_part",
     "pass_through_dynamo",
     "past_recompile_limit",
     "read_scalars_whole",
@@ -169,6 +180,7 @@ __all__ = [
     "stated_dtype",
     "stop_mixing",
     "storage_key",
+    "sum_of_parts",
     "symbols_of",
     "tensors_in",
     "trace_and_compile",

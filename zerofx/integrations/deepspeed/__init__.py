@@ -1,9 +1,10 @@
 """`ds_config.json` read, understood and put to work.
 
-In the order in which data flows: read (a file to flat keys), key, training_keys and zero_keys (what
-is known about each), settings (what a file asks for), schedules, choices, dtypes, batch and
-translate (what that is in zerofx), monitors, operations, modules and flops (what programs compute),
-calls and comms (what they send), report, by the clock, and recipe (what one trains with).
+In the order in which data flows: read (a file to flat keys), key, training_keys, zero_keys and
+model_keys (what is known about each), settings (what a file asks for), schedules, choices, dtypes,
+scaling, splitting, batch and translate (what that is in zerofx), monitors, operations, modules and
+flops (what programs compute), calls and comms (what they send), report, by the clock, refusals and
+recipe (what one trains with).
 `__main__` shows a file, or all keys.
 """
 

@@ -17,15 +17,18 @@ class Batch:
         micro: per rank and backward.
         accumulation: backwards.
         sharing: ranks that work on the same samples, each on its part of the sequences.
+        splitting: ranks that work on the same samples, each with its part of the model.
     """
 
     train: int
     micro: int
     accumulation: int
     sharing: int = 1
+    splitting: int = 1
 
     def __str__(self) -> str:
-        ranks = "ranks" if self.sharing == 1 else f"times {self.sharing} ranks that share samples"
+        same = self.sharing * self.splitting
+        ranks = "ranks" if same == 1 else f"times {same} ranks that share samples"
         sizes = f"{self.micro} (micro-batch) × {self.accumulation} (accumulation)"
         return f"batch: {self.train} = {sizes} × {self.groups} ({ranks})"
 
@@ -42,12 +45,13 @@ def batch_of(settings: Settings, ranks: int) -> Batch:
         ConfigError: they do not multiply.
     """
     sharing = max(1, settings.get("sequence_parallel_size", 1))
-    groups = settings.get("data_parallel_size", ranks // sharing)
-    if groups * sharing != ranks:
+    splitting = max(1, settings.get("tensor_parallel.autotp_size", 1))
+    groups = settings.get("data_parallel_size", ranks // (sharing * splitting))
+    if groups * sharing * splitting != ranks:
         raise ConfigError(
-            f"{ranks} ranks are not {groups} × {sharing}, in which sequence_parallel_size is "
-            f"{sharing}",
-            "change it, data_parallel_size, or the number of ranks",
+            f"{ranks} ranks are not {groups} × {sharing} × {splitting}, in which "
+            f"sequence_parallel_size is {sharing} and autotp_size {splitting}",
+            "change one of them, data_parallel_size, or the number of ranks",
         )
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = (settings.get(name) for name in names)
@@ -69,7 +73,7 @@ def batch_of(settings: Settings, ranks: int) -> Batch:
     if whole not in (None, product):
         raise ConfigError(
             f"train_batch_size {whole} is not {micro} (micro-batch) × {steps} (accumulation) × "
-            f"{groups} (ranks{'' if sharing == 1 else ' / sequence_parallel_size'})",
+            f"{groups} (ranks with samples of their own)",
             "change one of them; any two determine the third",
         )
-    return Batch(product, micro, steps, sharing)
+    return Batch(product, micro, steps, sharing, splitting)

@@ -23,25 +23,15 @@ from zerofx.integrations.deepspeed.choices import OptimizerChoice
 from zerofx.integrations.deepspeed.comms import CommsOptions
 from zerofx.integrations.deepspeed.dtypes import Casts
 from zerofx.integrations.deepspeed.flops import FlopsOptions
+from zerofx.integrations.deepspeed.refusals import refuse_uncast, refuse_unused
 from zerofx.integrations.deepspeed.report import StepReport
+from zerofx.integrations.deepspeed.scaling import Scaling
 from zerofx.integrations.deepspeed.schedules import Schedule, Shape
 from zerofx.integrations.deepspeed.settings import Row
-from zerofx.runtime.handles import states_by_param
-from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+from zerofx.integrations.tensor_parallel.export import export_joined
+from zerofx.integrations.tensor_parallel.parts import TensorParallel
+from zerofx.runtime.loss_scale import FixedScaler
 from zerofx.runtime.params import params_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaling:
-    """How losses are scaled; see `zerofx.GradScaler`. A scale that is not dynamic stays."""
-
-    enabled: bool
-    scale: float = 1.0
-    dynamic: bool = False
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
-    min_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Recipe:
     """What `zerofx.from_deepspeed` returns; `print` shows how every key was understood.
 
     Attributes:
-        config: for `zerofx.shard`.
+        chosen: options of zerofx, without a mesh.
         batch: sizes, which multiply.
         optimizer: class and parameters, if the file names an optimizer.
         shape: the schedule, if the file names one.
@@ -69,10 +59,11 @@ class Recipe:
         gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
         drop_last: whether your data loader should leave out a last batch that is not full.
         allows_unused: whether a step may find parameters without a gradient.
+        tensor_parallel: how ranks share a model, if they do.
         rows: how each key of the file was understood.
     """
 
-    config: ZeroConfig
+    chosen: ZeroConfig
     batch: Batch
     optimizer: OptimizerChoice | None
     shape: Shape | None
@@ -92,6 +83,7 @@ class Recipe:
     gathers_on_save: bool
     drop_last: bool
     allows_unused: bool
+    tensor_parallel: TensorParallel | None
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
@@ -106,17 +98,24 @@ class Recipe:
     def _options(self) -> list[str]:
         plain = ZeroConfig()
         given = {
-            field.name: getattr(self.config, field.name) for field in dataclasses.fields(plain)
+            field.name: getattr(self.chosen, field.name) for field in dataclasses.fields(plain)
         }
         shown = {name: value for name, value in given.items() if value != getattr(plain, name)}
-        shown = {"stage": self.config.stage, **shown}
-        shown["passes"] = [getattr(each, "new", each) for each in self.config.passes]
+        shown = {"stage": self.chosen.stage, **shown}
+        shown["passes"] = [getattr(each, "new", each) for each in self.chosen.passes]
         return [f"option {name}: {value}" for name, value in shown.items() if value != []]
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The options for `zerofx.shard`; with tensor parallelism it needs a process group."""
+        if self.tensor_parallel is None:
+            return self.chosen
+        return dataclasses.replace(self.chosen, mesh=self.tensor_parallel.mesh["data"])
 
     @property
     def backend(self) -> str:
         """The name for `torch.compile`, such as `zero3`."""
-        return f"zero{self.config.stage}"
+        return f"zero{self.chosen.stage}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -126,6 +125,19 @@ class Recipe:
     def cast_model(self, model: nn.Module) -> None:
         """Cast parameters and buffers in place, if the file wants it; before they are sharded."""
         self.casts.apply(model)
+
+    def parallelize(self, model: nn.Module) -> None:
+        """Keep this rank's part of a whole model, if ranks share one; before it is sharded.
+
+        Every rank calls it with the whole model; rank 0's values win. Parameters stay the same
+        objects.
+
+        Raises:
+            ConfigError: the model is sharded, has no plan, or cannot be divided so.
+            UnsupportedError: a layer, or the style of a plan, is not known here.
+        """
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.parallelize(model)
 
     def make_optimizer(self, params: Iterable[Any]) -> Optimizer:
         """Build the optimizer over parameters, or groups of them.
@@ -151,18 +163,7 @@ class Recipe:
         Args:
             device: type of the loss's device; by default `cuda` if there is one, else `cpu`.
         """
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        scaling = self.scaling
-        if not scaling.dynamic:
-            return FixedScaler(device, scaling.scale, enabled=scaling.enabled)
-        return GradScaler(
-            device,
-            scaling.scale,
-            window=scaling.window,
-            hysteresis=scaling.hysteresis,
-            consecutive_hysteresis=scaling.consecutive_hysteresis,
-            min_scale=scaling.min_scale,
-        )
+        return self.scaling.make(device or _device())
 
     def autocast(self, device: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """What to run the forward in: autocast if the file enables it, else nothing.
@@ -172,8 +173,7 @@ class Recipe:
         """
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.autocast(device, dtype=self.autocast_dtype)
+        return torch.autocast(device or _device(), dtype=self.autocast_dtype)
 
     def make_report(
         self,
@@ -216,9 +216,9 @@ class Recipe:
             ConfigError: names those without.
         """
         if self.casts.params is not None:
-            _refuse_uncast(params_of(optimizer), self.casts.params)
+            refuse_uncast(params_of(optimizer), self.casts.params)
         if not self.allows_unused:
-            _refuse_unused(params_of(optimizer))
+            refuse_unused(params_of(optimizer))
 
     def step(
         self, optimizer: Optimizer, scaler: FixedScaler, scheduler: Schedule | None = None
@@ -234,9 +234,15 @@ class Recipe:
             ConfigError: a parameter has no gradient, or a dtype, which the file does not allow.
         """
         self.check_gradients(optimizer)
+        params, parts = params_of(optimizer), self.tensor_parallel
+        if parts is not None:
+            parts.complete_gradients(params)
+            if scaler.is_enabled():
+                parts.share_overflow(params)
         scaler.unscale_(optimizer)
         if self.gradient_clipping > 0:
-            nn.utils.clip_grad_norm_(params_of(optimizer), self.gradient_clipping)
+            clip = nn.utils.clip_grad_norm_ if parts is None else parts.clip_grad_norm_
+            clip(params, self.gradient_clipping)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -250,34 +256,16 @@ class Recipe:
         Raises:
             ConfigError: at stage 3, the file does not allow to gather them.
         """
-        if self.config.stage == 3 and not self.gathers_on_save:
+        if self.chosen.stage == 3 and not self.gathers_on_save:
             raise ConfigError(
                 "stage3_gather_16bit_weights_on_model_save is not set, so weights stay sharded",
                 "set it, or save shards with zerofx.checkpoint.save",
             )
-        export_safetensors(model, folder, dtype=self.config.param_dtype)
+        if self.tensor_parallel is not None:
+            export_joined(model, folder, self.tensor_parallel, dtype=self.chosen.param_dtype)
+        else:
+            export_safetensors(model, folder, dtype=self.chosen.param_dtype)
 
 
-def _refuse_uncast(params: Iterable[Tensor], dtype: torch.dtype) -> None:
-    wide = [p for p in params if p.is_floating_point() and p.dtype.itemsize > dtype.itemsize]
-    if wide:
-        raise ConfigError(
-            f"the file wants parameters in {dtype} at rest",
-            "call recipe.cast_model(model) before the model is sharded",
-            _names(wide),
-        )
-
-
-def _refuse_unused(params: Iterable[Tensor]) -> None:
-    unused = [p for p in params if p.requires_grad and p.grad is None]
-    if unused:
-        raise ConfigError(
-            "parameters have no gradient, and the file says ignore_unused_parameters: false",
-            "freeze them, or say true",
-            _names(unused),
-        )
-
-
-def _names(params: Iterable[Tensor]) -> list[str]:
-    known = {param: state.spec.name for param, state in states_by_param().items()}
-    return [known.get(id(param), f"of shape {tuple(param.shape)}") for param in params]
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,11 +9,12 @@ from typing import Any
 
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.key import Key, Type
+from zerofx.integrations.deepspeed.model_keys import MODEL_KEYS
 from zerofx.integrations.deepspeed.read import flatten
 from zerofx.integrations.deepspeed.training_keys import TRAINING_KEYS
 from zerofx.integrations.deepspeed.zero_keys import ZERO_KEYS
 
-KEYS: dict[str, Key] = {key.path: key for key in (*TRAINING_KEYS, *ZERO_KEYS)}
+KEYS: dict[str, Key] = {key.path: key for key in (*TRAINING_KEYS, *ZERO_KEYS, *MODEL_KEYS)}
 _SECTIONS = {path.rpartition(".")[0] for path in KEYS if "." in path}  # what may only be an object
 
 

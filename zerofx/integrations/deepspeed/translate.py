@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zerofx.codegen.blocks import KEPT
@@ -24,8 +23,10 @@ from zerofx.integrations.deepspeed.dtypes import (
 from zerofx.integrations.deepspeed.flops import flops_options
 from zerofx.integrations.deepspeed.monitors import MONITORS
 from zerofx.integrations.deepspeed.read import Source, read
-from zerofx.integrations.deepspeed.recipe import Recipe, Scaling
+from zerofx.integrations.deepspeed.recipe import Recipe
+from zerofx.integrations.deepspeed.scaling import scaling
 from zerofx.integrations.deepspeed.settings import Settings, understand
+from zerofx.integrations.deepspeed.splitting import tensor_parallel
 from zerofx.passes.changes import Change, before, replace
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.fuse_unshards import FuseUnshards
@@ -67,6 +68,8 @@ def from_deepspeed(
     settings = understand(read(source), auto or {}, leave_out)
     ranks = _world_size() if world_size is None else world_size
     batch = batch_of(settings, ranks)
+    parts = tensor_parallel(settings)
+    ranks //= batch.splitting  # that shard a part of the model
     dtype = computation_dtype(settings)
     itemsize = 4 if dtype is None else dtype.itemsize
     chosen = {
@@ -92,12 +95,12 @@ def from_deepspeed(
         *(() if flops is None else (flops.counter,)),
     )
     return Recipe(
-        config=ZeroConfig(**chosen, **options, passes=passes),
+        chosen=ZeroConfig(**chosen, **options, passes=passes),
         batch=batch,
         optimizer=optimizer_choice(settings),
         shape=shape_choice(settings),
         last_step=settings.get("scheduler.params.last_batch_iteration", -1),
-        scaling=_scaling(settings, dtype),
+        scaling=scaling(settings, dtype),
         casts=casts_of(settings, dtype),
         autocast_dtype=autocast_dtype(settings),
         sums_gradients=_sums_gradients(settings),
@@ -116,6 +119,7 @@ def from_deepspeed(
         gathers_on_save=_gathers_on_save(settings),
         drop_last=settings.get("dataloader_drop_last", False),
         allows_unused=settings.get("zero_optimization.ignore_unused_parameters", True),
+        tensor_parallel=parts,
         rows=settings.rows,
     )
 
@@ -213,24 +217,6 @@ def _frozen_codes(settings: Settings, exact: Sequence[str]) -> tuple[Change, ...
     if not zero.get("zero_quantized_nontrainable_weights") or zero.get("zero_quantized_weights"):
         return ()
     return (before("fuse_unshards", QuantizeUnshards(exact=tuple(exact), frozen_only=True)),)
-
-
-def _scaling(settings: Settings, dtype: torch.dtype | None) -> Scaling:
-    if dtype == torch.float16:
-        fixed = float(settings.get("fp16.loss_scale", 0))
-        return Scaling(
-            enabled=True,
-            scale=fixed or 2.0 ** settings.get("fp16.initial_scale_power", 16),
-            dynamic=fixed == 0,
-            window=settings.get("fp16.loss_scale_window", 1000),
-            hysteresis=settings.get("fp16.hysteresis", 2),
-            consecutive_hysteresis=settings.get("fp16.consecutive_hysteresis", False),
-            min_scale=float(settings.get("fp16.min_loss_scale", 1)),
-        )
-    watched = dtype == torch.bfloat16 and settings.get("bf16.check_grad_overflow", True)
-    if autocast_dtype(settings) == torch.float16:
-        return Scaling(enabled=True, scale=2.0**16, dynamic=True, window=2000, hysteresis=1)
-    return Scaling(enabled=watched)
 
 
 def _gathers_on_save(settings: Settings) -> bool:

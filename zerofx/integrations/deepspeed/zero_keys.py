@@ -162,7 +162,7 @@ _AROUND = [
         "always",
         "activation_checkpointing",
         [
-            ("partition_activations", "there are no model-parallel ranks to share them with"),
+            ("partition_activations", "each rank keeps its own, whole: the same numbers"),
             ("contiguous_memory_optimization", "where torch puts them makes no difference"),
             ("number_checkpoints", "your model's calls of `torch.utils.checkpoint` count"),
             ("synchronize_checkpoint_boundary", "autograd synchronizes where it must"),
@@ -180,19 +180,6 @@ _AROUND = [
             ("compile.offload_parameters", "needs offloading"),
             ("data_efficiency", "the data loader is yours"),
         ],
-    ),
-    Key(
-        "tensor_parallel",
-        "missing",
-        "the model splits itself: docs/parallelism.md",
-        off=({"autotp_size": 0}, {"autotp_size": 1}),
-    ),
-    # z1 and z3 are what a stage does anyway.
-    Key(
-        "compile.passes",
-        "missing",
-        "autosp and autotp: the model splits itself (docs/parallelism.md); see option `passes`",
-        off=(None, [], ["z1"], ["z3"]),
     ),
     *keys(
         "refused",

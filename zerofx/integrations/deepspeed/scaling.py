@@ -1,0 +1,56 @@
+"""How losses are scaled, as a file asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from zerofx.integrations.deepspeed.dtypes import autocast_dtype
+from zerofx.integrations.deepspeed.settings import Settings
+from zerofx.runtime.loss_scale import FixedScaler, GradScaler
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """How losses are scaled; see `zerofx.GradScaler`. A scale that is not dynamic stays."""
+
+    enabled: bool
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+
+    def make(self, device: str) -> FixedScaler:
+        """The scaler for losses on a type of device."""
+        if not self.dynamic:
+            return FixedScaler(device, self.scale, enabled=self.enabled)
+        return GradScaler(
+            device,
+            self.scale,
+            window=self.window,
+            hysteresis=self.hysteresis,
+            consecutive_hysteresis=self.consecutive_hysteresis,
+            min_scale=self.min_scale,
+        )
+
+
+def scaling(settings: Settings, dtype: torch.dtype | None) -> Scaling:
+    """What keys of `fp16`, `bf16` and `torch_autocast` come to."""
+    if dtype == torch.float16:
+        fixed = float(settings.get("fp16.loss_scale", 0))
+        return Scaling(
+            enabled=True,
+            scale=fixed or 2.0 ** settings.get("fp16.initial_scale_power", 16),
+            dynamic=fixed == 0,
+            window=settings.get("fp16.loss_scale_window", 1000),
+            hysteresis=settings.get("fp16.hysteresis", 2),
+            consecutive_hysteresis=settings.get("fp16.consecutive_hysteresis", False),
+            min_scale=float(settings.get("fp16.min_loss_scale", 1)),
+        )
+    watched = dtype == torch.bfloat16 and settings.get("bf16.check_grad_overflow", True)
+    if autocast_dtype(settings) == torch.float16:
+        return Scaling(enabled=True, scale=2.0**16, dynamic=True, window=2000, hysteresis=1)
+    return Scaling(enabled=watched)
