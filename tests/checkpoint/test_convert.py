@@ -172,6 +172,24 @@ def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    ("latest", "said"),
+    [(None, "without the file latest"), ("global_step9", "latest names 'global_step9'")],
+)
+def test_a_run_of_deepspeed_without_its_tag(tmp_path: Path, latest: str | None, said: str) -> None:
+    tag = _copied(tmp_path)
+    (tag.parent / "latest").unlink()
+    if latest is not None:
+        (tag.parent / "latest").write_text(latest)
+    with pytest.raises(CheckpointError) as raised:
+        open_source(tag.parent)
+    assert said in str(raised.value) and f"- {tag.name}" in str(raised.value)
+    assert open_source(tag).format == "deepspeed", "the remedy"
+    shutil.rmtree(tag)
+    with pytest.raises(CheckpointError, match=said if latest else "no safetensors"):
+        open_source(tag.parent)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "dcp")
     assert main(["checkpoint", "convert", str(RUNS / "zero2"), target]) == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -20,6 +21,7 @@ from tests.contract.loops import refused
 from tests.models import Mlp
 from tests.ranks import run_ranks
 from zerofx import checkpoint
+from zerofx.checkpoint.writer import alone
 from zerofx.errors import CheckpointError
 
 
@@ -140,6 +142,20 @@ def _mismatched(folder: Path) -> None:
 
 def test_checkpoints_of_another_model(tmp_path: Path) -> None:
     run_ranks(2, _mismatched, tmp_path)
+
+
+def test_checkpoints_with_other_keys(tmp_path: Path) -> None:
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    with alone():
+        for name, key in (("bare", "net"), ("half", "model")):
+            state = {key: model.state_dict(), "optim": optimizer.state_dict()}
+            dcp.save(state, checkpoint_id=tmp_path / name)
+    with refused("bare has no model, but", "- net", "- optim", kind=CheckpointError):
+        checkpoint.load(tmp_path / "bare", model)
+    with refused("half has no optimizer, but", "- model", "- optim", kind=CheckpointError):
+        checkpoint.load(tmp_path / "half", model, optimizer)
+    checkpoint.load(tmp_path / "half", model)
 
 
 def _unwritable(folder: Path) -> None:

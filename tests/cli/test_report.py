@@ -65,6 +65,8 @@ def test_what_is_no_dump_is_refused(
         ('{"version": 2', "cannot be read as JSON"),
         ("[]", "holds a JSON list"),
         ('{"version": 2}', "lists no programs"),
+        ('{"version": 2, "programs": [{"region": "forward"}]}', "lacks keys"),
+        ('{"version": 2, "programs": [2]}', "lacks keys"),
     ],
 )
 def test_a_damaged_dump_is_named(
@@ -95,3 +97,20 @@ def test_data_cannot_end_its_script(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"version": 2, "x": "</script>{{script}}"}))
     assert "</script>{{script}}" not in build_page(tmp_path)
     assert build_page(tmp_path).count("\\u003c/script>{{script}}") == 1
+
+
+@pytest.mark.parametrize("key", ["nodes", "timeline.exposed_seconds", "memory.peak_node"])
+def test_a_missing_key_is_named(
+    key: str, dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    report = json.loads((dump / "graph0" / "report.json").read_text())
+    place = report["programs"][1]
+    *outer, last = key.split(".")
+    for name in outer:
+        place = place[name]
+    del place[last]
+    path.write_text(json.dumps(report))
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} lacks keys" in said and f"programs[1].{key}" in said

@@ -155,6 +155,7 @@ HONOURED: dict[str, Pair] = {
     ),
     "tensor_parallel.partition_config.strict_mode": (_PARTS, False, True),
     "dump_state": (BASE, False, True),
+    "checkpoint.use_node_local_storage": (BASE, False, True),
     "dataloader_drop_last": (BASE, False, True),
     "scheduler.params.last_batch_iteration": (_WARMUP, -1, 3),
     "zero_optimization.ignore_unused_parameters": (_STAGE_2, False, True),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zerofx
+from tests.integrations.examples import nested
 from tests.integrations.loops import fresh_state
 from tests.integrations.test_trainer import Texts, tiny, trainer_of
 from tests.ranks import run_ranks
@@ -101,8 +102,9 @@ def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:
         "gradient_allreduce_op": "sum",
         "gradient_clipping": 0.5,
         "sequence_parallel_size": 2,
+        "checkpoint.use_node_local_storage": True,
     }
     for key, value in against.items():
-        file = {"train_micro_batch_size_per_gpu": 2, key: value}
+        file = nested({"train_micro_batch_size_per_gpu": 2, key: value})
         with pytest.raises(ConfigError, match=f"{key}: {value} in the file"):
             agreed_config(zerofx.from_deepspeed(file, world_size=2), args)

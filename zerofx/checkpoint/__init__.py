@@ -1,14 +1,16 @@
 """Checkpoints: torch's own format (`torch.distributed.checkpoint`, DCP), written atomically.
 
-Any DCP program reads what this writes, and the other way round. Modules: store, ranks, reader,
-writer, snapshot, damage, export; source, formats, deepspeed and convert read what others wrote.
+Any DCP program reads what this writes, and the other way round. Modules: store, newest, nodes,
+ranks, reader, writer, snapshot, damage, export; source, formats, deepspeed and convert read what
+others wrote.
 """
 
 from zerofx.checkpoint.convert import to_dcp, to_safetensors
 from zerofx.checkpoint.export import export_safetensors, full_state_dict
 from zerofx.checkpoint.formats import open_source
+from zerofx.checkpoint.newest import latest
 from zerofx.checkpoint.source import Source, Stored
-from zerofx.checkpoint.store import Saving, async_save, latest, load, save
+from zerofx.checkpoint.store import Saving, async_save, load, save
 from zerofx.checkpoint.writer import AtomicWriter
 
 __all__ = [

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from zerofx.checkpoint.export import begin, cast_floats, split, write_index
+from zerofx.checkpoint.export import cast_floats, split, write_index
 from zerofx.checkpoint.source import Source, Stored
-from zerofx.checkpoint.writer import AtomicWriter, alone, publish
+from zerofx.checkpoint.writer import AtomicWriter, alone, begin, publish
 from zerofx.errors import CheckpointError
 
 Note = Callable[[str], None]

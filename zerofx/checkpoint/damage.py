@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -10,12 +10,19 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zerofx.checkpoint.nodes import is_node_local
 from zerofx.checkpoint.reader import checked
 from zerofx.checkpoint.snapshot import State, leaves
 from zerofx.checkpoint.writer import METADATA, is_complete
 from zerofx.errors import CheckpointError
 
 _OTHER = "load an older checkpoint: zerofx.checkpoint.latest(folder) finds complete ones"
+
+_GATHER = (
+    "by checkpoint.load(…, node_local=True) load what is sharded as it was when it was saved, with "
+    "every rank on the node where it was (torchrun --node-rank); for anything else copy the "
+    "folders of all nodes into one, or save to a shared folder"
+)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -37,7 +44,7 @@ def refuse_truncated(path: Path, metadata: Metadata) -> None:
     """Refuse a checkpoint with files that are missing or too short.
 
     Raises:
-        CheckpointError: names files and tensors.
+        CheckpointError: names files and tensors; files of a node's folder may be on other nodes.
     """
     entries = list(_entries(metadata))
     files = {file for _, file, _, _ in entries}
@@ -47,6 +54,8 @@ def refuse_truncated(path: Path, metadata: Metadata) -> None:
         for name, file, offset, length in entries
         if sizes.get(file, -1) < offset + length
     ]
+    if lost and is_node_local(path) and not files <= sizes.keys():
+        raise CheckpointError(f"rows in {path} are not on this node", _GATHER, lost)
     if lost:
         raise CheckpointError(f"files of {path} are missing or truncated", _OTHER, lost)
 
@@ -59,8 +68,7 @@ def refuse_mismatch(path: Path, metadata: Metadata, wanted: State) -> None:
     """
     saved = metadata.state_dict_metadata
     mine = dict(leaves(wanted))
-    if "optimizer" in wanted and not any(name.startswith("optimizer.") for name in saved):
-        raise CheckpointError(f"{path} was saved without an optimizer", "load the model alone")
+    _refuse_other_keys(path, saved, mine)
     problems = [f"{name} is not in the checkpoint" for name in mine if name not in saved]
     parts = tuple(f"{part}." for part in wanted)
     problems += [
@@ -81,6 +89,21 @@ def refuse_mismatch(path: Path, metadata: Metadata, wanted: State) -> None:
             "build them as they were when it was saved (parameters frozen since then have state "
             "in it: freeze them after loading), or load the model alone",
             problems,
+        )
+
+
+def _refuse_other_keys(path: Path, saved: Collection[str], mine: Collection[str]) -> None:
+    """Refuse a checkpoint without a model, or without the optimizer."""
+    there = {name.partition(".")[0] for name in saved}
+    lost = {name.partition(".")[0] for name in mine} & {"model", "optimizer"} - there
+    if lost == {"optimizer"} and there <= {"model", "extra"}:
+        raise CheckpointError(f"{path} was saved without an optimizer", "load the model alone")
+    if lost:
+        raise CheckpointError(
+            f"{path} has no {' and no '.join(sorted(lost))}, but other keys",
+            "fill a state of its keys by torch.distributed.checkpoint.load, and save what is in it "
+            "by zerofx.checkpoint.save; or load the model alone, if that is there",
+            sorted(there),
         )
 
 

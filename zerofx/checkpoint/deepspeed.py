@@ -47,6 +47,29 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and any(_files(_tag(path), "optim"))
 
 
+def refuse_without_tag(path: Path) -> None:
+    """Say what is missing in a folder that DeepSpeed saved into, and that is no checkpoint.
+
+    Raises:
+        CheckpointError: it is such a folder; names the checkpoints in it.
+    """
+    tags = sorted(each.name for each in path.iterdir() if any(_files(each, "optim")))
+    remedy = (
+        "name the folder of a checkpoint in it" if tags else "bring the files of all ranks there"
+    )
+    if (path / "latest").is_file():
+        raise CheckpointError(
+            f"{path} is of DeepSpeed, and its file latest names {_tag(path).name!r}, where no "
+            "zero_pp_rank_…_optim_states.pt is: no checkpoint of ZeRO",
+            remedy,
+            tags,
+        )
+    if tags:
+        raise CheckpointError(
+            f"{path} is of DeepSpeed, without the file latest that names a checkpoint", remedy, tags
+        )
+
+
 def open_checkpoint(path: Path) -> Source:
     """Look at a checkpoint.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
-from zerofx.checkpoint.writer import hidden, publish
+from zerofx.checkpoint.writer import begin, publish
 from zerofx.torch_private import backend_of, unwrap_compiled
 
 _INDEX = "model.safetensors.index.json"
@@ -206,14 +205,6 @@ def _collected(
         else:
             dist.recv(part, peer, group=group)
     return full
-
-
-def begin(target: Path) -> Path:
-    """The hidden folder in which `target` is written, empty."""
-    partial = hidden(target, "partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    return partial
 
 
 def write_index(

@@ -39,6 +39,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         return _of_dcp(folder)
     if deepspeed.is_checkpoint(folder):
         return deepspeed.open_checkpoint(folder)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        deepspeed.refuse_without_tag(folder)
     return _of_safetensors(folder)
 
 

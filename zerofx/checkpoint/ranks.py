@@ -43,26 +43,38 @@ class Ranks:
         """Whether this rank writes what only one does."""
         return self.alone or dist.get_rank() == self.numbers[0]
 
+    @property
+    def position(self) -> int:
+        """That of this rank among them."""
+        return 0 if self.alone else self.numbers.index(dist.get_rank())
+
     def agreed(self, look: Callable[[], Result]) -> Result:
         """The first rank looks, for all: what it returns or raises, every rank does.
 
         Raises:
             CheckpointError: on all ranks, what the first raised, or instead of it.
         """
-        verdict: list[Any] = [None, None]
-        if self.is_first:
-            try:
-                verdict[0] = look()
-            except CheckpointError as error:
-                verdict[1] = error
-            except Exception as error:  # a full disk, no permission: the others must not wait
-                said = f"{type(error).__name__} on rank {dist.get_rank()}: {error}"
-                verdict[1] = CheckpointError(said).with_traceback(error.__traceback__)
+        verdict: list[Any] = [*_verdict(look)] if self.is_first else [None, None]
         if not self.alone:
             dist.broadcast_object_list(verdict, self.numbers[0], group=self.group)
         if verdict[1] is not None:
             raise verdict[1]
         return verdict[0]
+
+    def everyones(self, look: Callable[[], Result]) -> list[Result]:
+        """Every rank looks: what they return, in their order.
+
+        Raises:
+            CheckpointError: on all ranks, what the first of those raised that did; names it.
+        """
+        verdicts = [_verdict(look if self.alone else lambda: _named_if_it_raises(look))]
+        if not self.alone:
+            verdicts *= len(self.numbers)
+            dist.all_gather_object(verdicts, verdicts[0], group=self.group)
+        for _, error in verdicts:
+            if error is not None:
+                raise error
+        return [found for found, _ in verdicts]
 
     def claim(self, path: str | os.PathLike[str]) -> None:
         """Refuse a path that other ranks of this job save another model to.
@@ -87,6 +99,13 @@ class Ranks:
             )
 
 
+def all_ranks() -> Ranks:
+    """Those of the job."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Ranks((), None)
+    return Ranks(tuple(range(dist.get_world_size())), None)
+
+
 def ranks_that_hold(model: nn.Module, call: str) -> Ranks:
     """Those of the mesh that the model is sharded on; all ranks if it is plain.
 
@@ -97,8 +116,9 @@ def ranks_that_hold(model: nn.Module, call: str) -> Ranks:
     Raises:
         CheckpointError: its parameters lie on different ranks, or on a 2-D mesh of some.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return Ranks((), None)
+    everyone = all_ranks()
+    if everyone.alone:
+        return everyone
     note_call(call, type(unwrap_compiled(model)).__name__, model.parameters())
     meshes = {each.device_mesh for each in model.parameters() if isinstance(each, DTensor)}
     held_by = {tuple(ranks_of(mesh)): mesh for mesh in meshes}
@@ -111,7 +131,27 @@ def ranks_that_hold(model: nn.Module, call: str) -> Ranks:
     for ranks, mesh in held_by.items():
         if len(ranks) < dist.get_world_size():
             return Ranks(ranks, _group(mesh))
-    return Ranks(tuple(range(dist.get_world_size())), None)
+    return everyone
+
+
+def _verdict(look: Callable[[], Any]) -> tuple[Any, CheckpointError | None]:
+    """What it returns, or what it raises, or something to raise instead."""
+    try:
+        return look(), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:  # a full disk, no permission: the others must not wait
+        where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+        said = f"{type(error).__name__}{where}: {error}"
+        return None, CheckpointError(said).with_traceback(error.__traceback__)
+
+
+def _named_if_it_raises(look: Callable[[], Result]) -> Result:
+    try:
+        return look()
+    except CheckpointError as error:
+        said = f"rank {dist.get_rank()}: {error.problem}"
+        raise CheckpointError(said, error.remedy, error.offenders) from error
 
 
 def _group(mesh: DeviceMesh) -> dist.ProcessGroup:

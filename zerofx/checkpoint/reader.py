@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import zipfile
 from pathlib import Path
@@ -9,7 +10,13 @@ from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
 
@@ -28,6 +35,15 @@ def read_into(
         CheckpointException: something cannot be read, or is not what was written.
     """
     dcp.load(state, storage_reader=_CheckingReader(folder), process_group=group, no_dist=alone)
+
+
+def needed(state: dict[str, Any], metadata: Metadata) -> Metadata:
+    """Of what a checkpoint holds, that which `read_into` would read on this rank."""
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata)
+    indices = {item.storage_index for item in planner.create_local_plan().items}
+    stored = {index: info for index, info in metadata.storage_data.items() if index in indices}
+    return dataclasses.replace(metadata, storage_data=stored)
 
 
 def checked(file: Path, offset: int, length: int) -> io.BytesIO:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.errors import UnsupportedError
@@ -112,6 +113,27 @@ def _set_aside(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
+
+
+def split(state: State) -> tuple[State, State]:
+    """Rows of sharded tensors, and what is none."""
+    rows: State = {}
+    rest: State = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            rows[key], rest[key] = split(value)
+        else:
+            (rows if isinstance(value, DTensor) else rest)[key] = value
+    return rows, rest
+
+
+def join(rows: State, rest: State) -> State:
+    """What `split` split."""
+    both = {**rows, **rest}
+    for key, value in rows.items():
+        if isinstance(value, dict):
+            both[key] = join(value, rest.get(key, {}))
+    return both
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,27 +1,30 @@
-"""`save`, `async_save`, `load`, `latest`: a training run on disk, in the format of DCP."""
+"""`save`, `async_save`, `load`: a training run on disk, in the format of DCP."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import copy
+import dataclasses
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zerofx.checkpoint import damage, snapshot
+from zerofx.checkpoint import damage, nodes, snapshot
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
-from zerofx.checkpoint.reader import read_into
-from zerofx.checkpoint.writer import AtomicWriter, age, alone, complete_below, find
+from zerofx.checkpoint.reader import needed, read_into
+from zerofx.checkpoint.writer import AtomicWriter, alone, find
 from zerofx.errors import CheckpointError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
@@ -32,6 +35,8 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     extra: Any = None,
+    *,
+    node_local: bool = False,
 ) -> None:
     """Write a checkpoint; every rank calls it and writes the rows that it owns.
 
@@ -43,6 +48,8 @@ def save(
             alone call this, with a path that no other model is saved to.
         optimizer: whose state is saved with it.
         extra: anything picklable besides (step, position in the data); rank 0's is saved.
+        node_local: the folder may be on a disk of each node, which then holds the rows of its ranks
+            and all that is no rows; `load` and `latest` must be told so, too.
 
     Raises:
         CheckpointError: a rank could not write, or other ranks have saved there; the checkpoint
@@ -50,9 +57,9 @@ def save(
     """
     ranks = ranks_that_hold(model, "checkpoint.save")
     ranks.claim(path)
-    state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
+    state = _state(model, optimizer, extra, ranks, everywhere=node_local)
     with _explained(path, ranks):
-        dcp.save(state, storage_writer=writer, process_group=ranks.group)
+        _write(path, state, ranks, node_local)
 
 
 class Saving:
@@ -94,6 +101,8 @@ def async_save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     extra: Any = None,
+    *,
+    node_local: bool = False,
 ) -> Saving:
     """As `save`, but only copy the shards to host memory now and write them in a thread.
 
@@ -111,16 +120,24 @@ def async_save(
     copied: list[Any] = []
     ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
     extra = copied[0] if copied else None
-    state, writer = _state(model, optimizer, extra, ranks), AtomicWriter(path)
+    # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
+    state = _copied(_state(model, optimizer, extra, ranks, everywhere=node_local))
     # The thread talks to other ranks while training does: it needs a group of its own.
     group = ranks.new_group()
-    future = dcp.async_save(
-        state, storage_writer=writer, async_stager=_Copies(), process_group=group
-    )
-    return Saving(path, cast("concurrent.futures.Future[Any]", future), ranks, group)
+    thread = concurrent.futures.ThreadPoolExecutor(1)
+    there = dataclasses.replace(ranks, group=group)
+    future = thread.submit(_write, Path(path).absolute(), state, there, node_local)
+    thread.shutdown(wait=False)
+    return Saving(path, future, ranks, group)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    node_local: bool = False,
+) -> Any:
     """Read a checkpoint into a model and an optimizer; every rank calls it.
 
     However many ranks wrote it, at whatever stage, this rank reads what it owns. Before the first
@@ -131,71 +148,35 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
         path: folder of the checkpoint.
         model: takes the values; the names, shapes and buffers must be those that were saved.
         optimizer: takes the state and the options that were saved, learning rate included.
+        node_local: it was saved so. Ranks must lie on nodes as they did then, so that each finds
+            the rows that it owns on its own node.
 
     Returns:
         The extra that was saved.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or one of another model; names files
-            and tensors. Unless a file is damaged inside, nothing was changed.
+        CheckpointError: the checkpoint is missing, damaged, or one of another model; or rows that
+            a rank needs are on another node. Names files and tensors. Unless a file is damaged
+            inside, nothing was changed.
     """
-    folder, ranks = find(path), ranks_that_hold(model, "checkpoint.load")
-    metadata = ranks.agreed(lambda: _inspected(folder))
+    ranks = ranks_that_hold(model, "checkpoint.load")
+    folder = nodes.find(path, ranks) if node_local else find(path)
+    metadata = _metadata(folder, ranks, node_local)
     with snapshot.to_fill(model, optimizer, metadata) as state:
         ranks.agreed(lambda: damage.refuse_mismatch(folder, metadata, state))
         if "extra" in metadata.state_dict_metadata:
             state["extra"] = None
+        if node_local:
+            metadata = needed(state, metadata)
+            ranks.everyones(lambda: damage.refuse_truncated(folder, metadata))
         try:
             with alone():
                 read_into(state, folder, alone=ranks.alone, group=ranks.group)
         except CheckpointException as error:
-            raise damage.unreadable(folder, metadata, state) from error
+            found = ranks.everyones(lambda: damage.unreadable(folder, metadata, state))
+            raise max(found, key=lambda each: len(each.offenders)) from error
     extra = state.get("extra")
     return extra[0] if extra is not None else None
-
-
-def latest(folder: str | os.PathLike[str], part: str | None = None) -> Path | None:
-    """The newest complete checkpoint directly below `folder`; `None` if there is none.
-
-    Args:
-        folder: of checkpoints.
-        part: where ranks hold different models, whose checkpoints are `folder/<any name>/<part>`:
-            the name of this rank's. Every rank of the job must call; what is found is the newest of
-            which all of them have their part.
-    """
-    if part is None:
-        found = complete_below(Path(folder))
-        return found[-1] if found else None
-    named = (part, f".{part}.replaced")
-    parts = [
-        path
-        for whole in Path(folder).glob("*")
-        for path in complete_below(whole)
-        if path.name in named
-    ]
-    parts.sort(key=age)
-    lists = [[path.parent.name for path in parts]]
-    if dist.is_initialized():
-        lists *= dist.get_world_size()
-        dist.all_gather_object(lists, lists[0])
-    everyones = [name for name in lists[0] if all(name in each for each in lists)]
-    return next((path for path in parts if path.parent.name in everyones[-1:]), None)
-
-
-class _Copies(AsyncStager):
-    """Copies what this rank owns to the host, and no more.
-
-    torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
-    """
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return cast(dict[str, Any], _copied(state_dict))
-
-    def synchronize_staging(self) -> None:
-        """Staging is done when `stage` returns."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _copied(value: Any) -> Any:
@@ -209,27 +190,49 @@ def _copied(value: Any) -> Any:
 
 
 def _state(
-    model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks
+    model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, *, everywhere: bool
 ) -> snapshot.State:
-    """What this rank writes."""
+    """What this rank may write: rows, and if it is the first or `everywhere` what is no rows."""
     state = snapshot.take(model, optimizer)
     # DCP takes a tuple as one thing: what is inside comes back as it was.
     state["extra"] = (extra,)
-    if not ranks.is_first:
-        # Of buffers, which differ after a forward, the first rank's win; DCP alone would take any.
-        state = _sharded_only(state)
-    return state
+    # Of buffers, which differ after a forward, the first rank's win; DCP alone would take any.
+    rows, rest = snapshot.split(state)
+    sent = ranks.agreed(lambda: _packed(rest)) if everywhere else b""
+    if ranks.is_first:
+        return state
+    return snapshot.join(rows, _unpacked(sent)) if everywhere else rows
 
 
-def _sharded_only(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _sharded_only(value) if isinstance(value, dict) else value
-        for key, value in state.items()
-        if isinstance(value, (dict, DTensor))
-    }
+def _write(
+    path: str | os.PathLike[str], state: snapshot.State, ranks: Ranks, node_local: bool
+) -> None:
+    if node_local:
+        nodes.save(path, state, ranks)
+    else:
+        dcp.save(state, storage_writer=AtomicWriter(path), process_group=ranks.group)
 
 
-def _inspected(folder: Path) -> Any:
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), "cpu", weights_only=False)
+
+
+def _metadata(folder: Path, ranks: Ranks, node_local: bool) -> Metadata:
+    """What is in the checkpoint; `node_local`: and where it is on this node."""
+    if not node_local:
+        return ranks.agreed(lambda: _inspected(folder))
+    read: list[Metadata] = []
+    ranks.everyones(lambda: read.append(damage.read_metadata(folder)))
+    return read[0]
+
+
+def _inspected(folder: Path) -> Metadata:
     metadata = damage.read_metadata(folder)
     damage.refuse_truncated(folder, metadata)
     return metadata
@@ -240,12 +243,17 @@ def _explained(path: str | os.PathLike[str], ranks: Ranks) -> Iterator[None]:
     try:
         with alone():
             yield
-    except CheckpointException as error:
-        # DCP counts along the group.
-        numbers = ranks.numbers or (0,)
-        reasons = [f"rank {numbers[at]}: {reason}" for at, (reason, _) in error.failures.items()]
+    except (CheckpointException, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written",
             "see whether the folder exists, may be written to and has room on every rank's host",
-            reasons,
+            _reasons(error, ranks),
         ) from error
+
+
+def _reasons(error: CheckpointException | CheckpointError, ranks: Ranks) -> list[str]:
+    if isinstance(error, CheckpointError):
+        return [error.problem]
+    # DCP counts along the group.
+    numbers = ranks.numbers or (0,)
+    return [f"rank {numbers[at]}: {reason}" for at, (reason, _) in error.failures.items()]

@@ -35,8 +35,7 @@ class AtomicWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Only the coordinator comes here, after all ranks have planned and before any writes.
-        shutil.rmtree(self.path, ignore_errors=True)
-        Path(self.path).mkdir(parents=True)
+        begin(self._target)
         return super().prepare_global_plan(plans)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -56,15 +55,41 @@ def alone() -> Iterator[None]:
         yield
 
 
+def begin(target: Path) -> Path:
+    """The hidden folder in which `target` is written, empty."""
+    partial = hidden(target, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
 def publish(partial: Path, target: Path) -> None:
     """Give a complete folder its name; the one that has it is removed afterwards."""
+    put_in_place(partial, target)
+    remove_replaced(target)
+
+
+def put_in_place(partial: Path, target: Path, *, keep_replaced: bool = False) -> None:
+    """Give a complete folder its name; the one that has it waits beside it.
+
+    Args:
+        partial: the folder.
+        target: its name.
+        keep_replaced: whether what waits there already is to stay, and the other one to go.
+    """
     old = hidden(target, "replaced")
-    if target.exists():
+    if target.exists() and keep_replaced:
+        shutil.rmtree(target)
+    elif target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     partial.rename(target)
     _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_replaced(target: Path) -> None:
+    """Remove what had this name before."""
+    shutil.rmtree(hidden(target, "replaced"), ignore_errors=True)
 
 
 def hidden(path: Path, why: str) -> Path:
@@ -84,14 +109,23 @@ def is_complete(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def complete_below(folder: Path) -> Sequence[Path]:
-    """All complete checkpoints below `folder`, the oldest first."""
+def complete_below(folder: Path, *, all_replaced: bool = False) -> Sequence[Path]:
+    """All complete checkpoints below `folder`, the oldest first.
+
+    Args:
+        folder: of checkpoints.
+        all_replaced: whether those are among them, too, whose name another one has.
+    """
     found = [path for path in folder.glob("*") if is_complete(path) and path.name[0] != "."]
     for old in folder.glob(".*.replaced"):
-        named = folder / old.name[1 : -len(".replaced")]
-        if is_complete(old) and not named.exists():
+        if is_complete(old) and (all_replaced or not (folder / shown(old)).exists()):
             found.append(old)
     return sorted(found, key=age)
+
+
+def shown(path: Path) -> str:
+    """The name under which a checkpoint was saved, which may be replaced."""
+    return path.name[1 : -len(".replaced")] if path.name[0] == "." else path.name
 
 
 def age(checkpoint: Path) -> tuple[int, str]:

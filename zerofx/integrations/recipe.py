@@ -56,6 +56,7 @@ def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
         "tensor_parallel.autotp_size": (recipe.batch.splitting, 1),
         "gradient_allreduce_op": ("sum" if recipe.sums_gradients else "mean", "mean"),
         "dataloader_drop_last": (drops_last or recipe.drop_last, drops_last),
+        "checkpoint.use_node_local_storage": (recipe.node_local, False),
     }
     against = [
         f"{key}: {file} in the file, {wanted} for the trainer"

@@ -57,6 +57,7 @@ class Recipe:
         monitors: where else figures go, by name, with parameters.
         dump_state: whether a report begins with the table.
         gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
+        node_local: for `checkpoint.save`, `load` and `latest`: whether each node has its own disk.
         drop_last: whether your data loader should leave out a last batch that is not full.
         allows_unused: whether a step may find parameters without a gradient.
         tensor_parallel: how ranks share a model, if they do.
@@ -81,6 +82,7 @@ class Recipe:
     monitors: Mapping[str, Mapping[str, Any]]
     dump_state: bool
     gathers_on_save: bool
+    node_local: bool
     drop_last: bool
     allows_unused: bool
     tensor_parallel: TensorParallel | None

@@ -117,6 +117,7 @@ def from_deepspeed(
         },
         dump_state=settings.get("dump_state", False),
         gathers_on_save=_gathers_on_save(settings),
+        node_local=settings.get("checkpoint.use_node_local_storage", False),
         drop_last=settings.get("dataloader_drop_last", False),
         allows_unused=settings.get("zero_optimization.ignore_unused_parameters", True),
         tensor_parallel=parts,

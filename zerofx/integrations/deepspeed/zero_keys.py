@@ -139,6 +139,12 @@ _AROUND = [
             ("sparse_gradients", "gradients travel dense: the same sums"),
         ],
     ),
+    Key(
+        "checkpoint.use_node_local_storage",
+        "honoured",
+        "`node_local`, for `zerofx.checkpoint`: each node has a folder of its own",
+        "bool",
+    ),
     *keys(
         "always",
         "compile",
@@ -174,7 +180,6 @@ _AROUND = [
         "missing",
         "",
         [
-            ("checkpoint.use_node_local_storage", "save to a folder that all ranks see"),
             ("compile.offload_activation", "needs offloading"),
             ("compile.offload_opt_states", "needs offloading"),
             ("compile.offload_parameters", "needs offloading"),

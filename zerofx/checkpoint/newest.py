@@ -1,0 +1,67 @@
+"""`latest`: where a run goes on, which may be something that all ranks need to have."""
+
+from __future__ import annotations
+
+import collections
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from zerofx.checkpoint.nodes import save_of
+from zerofx.checkpoint.ranks import all_ranks
+from zerofx.checkpoint.writer import age, complete_below, shown
+
+
+class _Offer(NamedTuple):
+    """What a rank has.
+
+    Attributes:
+        step: the name that all ranks give it.
+        save: a node's folder: which save it is of; else "".
+    """
+
+    step: str
+    save: str
+
+
+def latest(
+    folder: str | os.PathLike[str], part: str | None = None, *, node_local: bool = False
+) -> Path | None:
+    """The newest complete checkpoint directly below `folder`; `None` if there is none.
+
+    Args:
+        folder: of checkpoints.
+        part: where ranks hold different models, whose checkpoints are `folder/<any name>/<part>`:
+            the name of this rank's. Every rank of the job must call; what is found is the newest of
+            which all of them have their part.
+        node_local: they were saved so. Every rank of the job must call; what is found is the newest
+            of which all nodes have their folder.
+    """
+    if part is None and not node_local:
+        found = complete_below(Path(folder))
+        return found[-1] if found else None
+    mine = _offers(Path(folder), part, node_local)
+    everyones = all_ranks().everyones(lambda: (part, list(mine)))
+    ranks_of = collections.Counter(each for each, _ in everyones)
+    held = collections.Counter((each, offer) for each, offers in everyones for offer in offers)
+    whole = {
+        each: [offer for offer in offers if held[each, offer] == ranks_of[each]]
+        for each, offers in reversed(everyones)  # the order is that of a part's first rank
+    }
+    steps = [{offer.step for offer in offers} for offers in whole.values()]
+    for step, _ in reversed(whole[everyones[0][0]]):
+        if all(step in each for each in steps):
+            return mine[next(offer for offer in reversed(whole[part]) if offer.step == step)]
+    return None
+
+
+def _offers(folder: Path, part: str | None, node_local: bool) -> dict[_Offer, Path]:
+    """What this rank has, the oldest first."""
+    found: dict[_Offer, Path] = {}
+    places = [folder] if part is None else list(folder.glob("*"))
+    below = [path for each in places for path in complete_below(each, all_replaced=node_local)]
+    for path in sorted(below, key=age):
+        save = save_of(path) if node_local else ""
+        if part in (None, shown(path)) and (save or not node_local):
+            found[_Offer(shown(path) if part is None else path.parent.name, save)] = path
+    return found
