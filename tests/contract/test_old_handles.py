@@ -33,6 +33,7 @@ def _lists(stage: int) -> None:
     model, ddp = net(), twin(net())
     optimizer, wanted = sgd(model), sgd(ddp)
     listed, named = list(model.parameters()), dict(model.named_parameters())
+    keyed, held = {param: name for name, param in named.items()}, set(listed)
     fixed = tuple(model.parameters())
     run = compiled(model, stage)
     for number in range(2):
@@ -46,7 +47,8 @@ def _lists(stage: int) -> None:
             one.zero_grad()
     same(model, ddp)
     for name, param in model.named_parameters():
-        assert named[name] is param
+        assert named[name] is param and keyed[param] == name and param in held
+    assert list(keyed.values()) == list(named)
     for use in (
         lambda: fixed[0].grad,
         lambda: fixed[0] + 1,
@@ -59,7 +61,7 @@ def _lists(stage: int) -> None:
     assert "first.weight" in repr(fixed[0])
 
 
-def test_lists_and_dicts_follow_and_tuples_are_stale() -> None:
+def test_collections_follow_and_tuples_are_stale() -> None:
     for stage in (1, 3):
         run_ranks(2, _lists, stage)
 

@@ -110,23 +110,26 @@ def test_parameter_groups(stage: int) -> None:
 
 def _inside_backward(stage: int) -> None:
     """Each parameter is updated, and its gradient freed, as soon as that is there."""
-    model, ddp = net(), twin(net())
-    run = compiled(model, stage)
-    with torch.no_grad():
-        run(*data(0))  # shards the model
-    for param in model.parameters():
-        optimizer = SGD([param], lr=0.1, momentum=0.9)
+    for early in (True, False):
+        model, ddp = net(), twin(net())
+        run = compiled(model, stage)
+        if not early:
+            with torch.no_grad():
+                run(*data(0))  # shards the model
+        # As in torch's tutorial.
+        optimizers = {param: SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
 
-        def step(param: torch.Tensor, optimizer: SGD = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+        def step(param: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
 
-        param.register_post_accumulate_grad_hook(step)
-    for number in range(3):
-        run(*data(number)).backward()
-    assert all(param.grad is None for param in model.parameters())
-    train(ddp, SGD(ddp.parameters(), lr=0.1, momentum=0.9), 3)
-    same(model, ddp)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for number in range(3):
+            run(*data(number)).backward()
+        assert all(param.grad is None for param in model.parameters())
+        train(ddp, SGD(ddp.parameters(), lr=0.1, momentum=0.9), 3)
+        same(model, ddp)
 
 
 @pytest.mark.parametrize(("stage", "num_ranks"), [(1, 2), (3, 2), (2, 4)])

@@ -1,7 +1,8 @@
 """What held the old parameters when a model was sharded: optimizers, lists, hooks, variables.
 
-Optimizers, and lists and dicts of parameters, are edited in place. Every other old handle becomes
-a `StaleParameter`: using it raises and names the parameter, so that nothing is lost in silence.
+Optimizers, and lists, sets and dicts of parameters, are edited in place. Every other old handle
+becomes a `StaleParameter`: using it raises and names the parameter, so that nothing is lost in
+silence.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ class StaleParameter(nn.Parameter):
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """What is edited when parameters are replaced; lists and dicts are those of tensors."""
+    """What is edited when parameters are replaced; `dicts` have them for keys or values."""
 
     optimizers: list[Optimizer]
-    lists: list[list[Tensor]]
-    dicts: list[dict[Any, Tensor]]
+    lists: list[list[Any]]
+    sets: list[set[Any]]
+    dicts: list[dict[Any, Any]]
 
 
 def holders_of(params: list[nn.Parameter]) -> Holders:
@@ -84,14 +86,17 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
 
 def _holders(wanted: set[int]) -> Holders:
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
-    found = Holders([], [], [])
+    found = Holders([], [], [], [])
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
         if kind is list and thing and issubclass(type(thing[0]), Tensor):
             if any(id(item) in wanted for item in thing):
                 found.lists.append(thing)
-        elif kind is dict and issubclass(type(next(iter(thing.values()), None)), Tensor):
-            if any(id(item) in wanted for item in list(thing.values())):
+        elif kind is set and issubclass(type(next(iter(thing), None)), Tensor):
+            if any(id(item) in wanted for item in list(thing)):
+                found.sets.append(thing)
+        elif kind is dict and any(map(_is_tensor, next(iter(thing.items()), ()))):
+            if any(id(part) in wanted for item in list(thing.items()) for part in item):
                 found.dicts.append(thing)
         elif issubclass(kind, Optimizer) and _holds(thing, wanted):
             found.optimizers.append(thing)
@@ -172,13 +177,22 @@ def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def move_collections(holders: Holders, replaced: Replaced) -> None:
-    """Put the new parameters into lists and dicts that hold nothing but tensors."""
+    """Put the new parameters into collections that hold, or are keyed by, nothing but tensors."""
     for each in holders.lists:
         if _all_tensors(each):
             each[:] = [_new(item, replaced) for item in each]
+    for each in holders.sets:
+        if _all_tensors(each):
+            items = [_new(item, replaced) for item in each]
+            each.clear()
+            each.update(items)
     for each in holders.dicts:
         if _all_tensors(each.values()):
             each.update({key: _new(item, replaced) for key, item in each.items()})
+        if _all_tensors(each):
+            items = [(_new(key, replaced), item) for key, item in each.items()]
+            each.clear()
+            each.update(items)
 
 
 class StaleView(StaleParameter):
@@ -241,6 +255,10 @@ def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
 
 def _all_tensors(things: Iterable[Any]) -> bool:
     return all(isinstance(thing, Tensor) for thing in things)
+
+
+def _is_tensor(thing: Any) -> bool:
+    return issubclass(type(thing), Tensor)  # asked of the class: `isinstance` would run proxies
 
 
 def _new(item: Any, replaced: Replaced) -> Any:
