@@ -17,6 +17,11 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Adafactor
 
@@ -117,6 +122,10 @@ def _others() -> None:
     model.first.weight = nn.Parameter(weight)
     with refused("first.weight", "DTensors already", kind=UnsupportedError):
         zerofx.shard(model, config(3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    with refused("modules_0_parameters_weight", "did not make", kind=UnsupportedError):
+        compiled(model, 3)(torch.ones(2, 4))
 
 
 def _compiled_ddp(model: nn.Module) -> Any:

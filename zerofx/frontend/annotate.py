@@ -45,7 +45,7 @@ class GraphInputs:
         return self.sessions[0] if self.sessions else None
 
 
-def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
+def describe_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> GraphInputs:
     """Recognise parameters and buffers among the real inputs of a Dynamo graph.
 
     Raises:
@@ -61,8 +61,9 @@ def describe_inputs(inputs: Sequence[Any]) -> GraphInputs:
         elif isinstance(value, DTensor) and isinstance(value, nn.Parameter):
             raise UnsupportedError(
                 "the model has DTensor parameters that zerofx did not make",
-                "pass the plain model; zerofx shards it itself",
-                [f"graph input {position}, global shape {tuple(value.shape)}"],
+                "pass the plain model; zerofx shards it itself, and docs/parallelism.md says how a "
+                "model is divided for tensor parallelism",
+                [str(node.target) for node in graph.find_nodes(op="placeholder")][position:][:1],
             )
         elif id(value) in named_buffers:
             kept.add(position)

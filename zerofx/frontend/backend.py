@@ -133,7 +133,7 @@ def _shard_and_compile(
         mix_while_tracing()
         restart_dynamo()
     find_missing_roots(live_sessions())
-    described = describe_inputs(inputs)
+    described = describe_inputs(module.graph, inputs)
     if (given := _as_sharded(described.session, stage, options)) is not None:
         config = given
         compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
@@ -180,7 +180,7 @@ def _stage_for(
     options: Mapping[str, Any] | None,
 ) -> Stage:
     """The stage that the model has or, if it is plain, will have."""
-    session = describe_inputs(inputs).session if root is None else session_of(root)
+    session = describe_inputs(module.graph, inputs).session if root is None else session_of(root)
     if session is not None:
         return session.config.stage
     if root is None:

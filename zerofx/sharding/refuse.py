@@ -54,7 +54,12 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             "shard models that share weights as one, before their first forwards: "
             "zerofx.shard(nn.ModuleList([one, other]), zerofx.ZeroConfig(stage=…))",
         ),
-        (_is_dtensor, "are DTensors already", "pass the plain model; zerofx shards it itself"),
+        (
+            _is_dtensor,
+            "are DTensors already",
+            "pass the plain model; zerofx shards it itself, and docs/parallelism.md says how a "
+            "model is divided for tensor parallelism",
+        ),
         (_is_sparse, "are sparse", "convert them with .to_dense()"),
         (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
     ]
