@@ -220,6 +220,11 @@ def _faults() -> None:
     with pytest.raises(ConfigError, match="sharded already"):
         recipe.parallelize(model)
 
+    recipe, model = _by_specs(), Gpt()
+    recipe.backward(model(_data(0)), scaler)
+    with pytest.raises(ConfigError, match="whole on each"):
+        recipe.step(recipe.make_optimizer(model.parameters()), scaler)
+
 
 def test_faults_are_found() -> None:
     run_ranks(4, _faults)

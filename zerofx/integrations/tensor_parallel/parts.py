@@ -110,9 +110,14 @@ class TensorParallel:
         The first time gradients of what all ranks hold are compared.
 
         Raises:
+            ConfigError: the model is whole.
             DivergedError: they differ, so the rules do not suit the model, or ranks that share
                 it have been given different samples.
         """
+        if not self.held:
+            raise ConfigError(
+                "ranks share a model that is whole on each", "call recipe.parallelize(model) before"
+            )
         given = [param for param in params if param.grad is not None]
         for param in filter(is_summed, given):
             dist.all_reduce(_local(param.grad), group=self.group)
