@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.integrations.data_files import PACKED, ROUTED, metric
+from zerofx.integrations.deepspeed.data_keys import (
+    BATCHING,
+    CURRICULUM,
+    METRICS,
+    RANDOM_LTD,
+    ROUTING,
+    SAMPLING,
+)
+
 Pair = tuple[dict[str, Any], Any, Any]
 
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
@@ -31,15 +41,36 @@ _CYCLE = {
     "scheduler.params.cycle_min_lr": 0.1,
     "scheduler.params.cycle_max_lr": 0.3,
 }
+_METRIC = {**BASE, **metric()}
+_PACKED = {**BASE, **PACKED}
+_ROUTED = {**BASE, **ROUTED}
+_NAME = f"{METRICS}.<name>"
+_LTD = f"{RANDOM_LTD}.random_ltd_schedule"
+_ROOT = metric(
+    schedule_type="fixed_root",
+    **{
+        "schedule_config.total_curriculum_step": 8,
+        "schedule_config.difficulty_step": 2,
+        "schedule_config.root_degree": 2,
+    },
+)
+_STEPS = metric(
+    schedule_type="fixed_discrete",
+    **{"schedule_config.difficulty": [2, 10], "schedule_config.max_step": [3]},
+)
 
 ENABLED = {
     **_ADAM,
+    **metric(),
+    **ROUTED,
     "bf16.enabled": True,
     "torch_autocast.enabled": True,
     "flops_profiler.enabled": True,
     "comms_logger.enabled": True,
 }
 """Switches without which some keys are off."""
+ENABLED_PACKED = {**_ADAM, **PACKED}
+"""The one that excludes another."""
 
 HONOURED: dict[str, Pair] = {
     "train_batch_size": ({}, 4, 8),
@@ -176,6 +207,42 @@ HONOURED: dict[str, Pair] = {
     "zero_optimization.zeropp_loco_param": (_CODED, None, {"err_beta": 0.8, "reset_T": 1024}),
     "zero_optimization.zero_hpz_partition_size": (_STAGE_3, 1, 2),
     "zero_optimization.mics_shard_size": (_STAGE_3, 2, 4),
+    "data_efficiency.enabled": (_METRIC, False, True),
+    "data_efficiency.seed": (_METRIC, 1, 2),
+    f"{SAMPLING}.enabled": (_METRIC, False, True),
+    f"{SAMPLING}.num_epochs": (_METRIC, 1, 2),
+    f"{SAMPLING}.num_workers": (_METRIC, 1, 2),
+    f"{SAMPLING}.pin_memory": (_METRIC, False, True),
+    f"{CURRICULUM}.enabled": (_METRIC, False, True),
+    f"{_NAME}.index_to_sample_path": (_METRIC, "one", "other"),
+    f"{_NAME}.index_to_metric_path": (_METRIC, "one", "other"),
+    f"{_NAME}.difficulty_type": (_METRIC, "value", "percentile"),
+    f"{_NAME}.clustering_type": (_METRIC, "schedule_based", "single_cluster"),
+    f"{_NAME}.min_difficulty": (_METRIC, 1, 2),
+    f"{_NAME}.max_difficulty": (_METRIC, 10, 20),
+    f"{_NAME}.schedule_config.total_curriculum_step": (_METRIC, 8, 9),
+    f"{_NAME}.schedule_config.difficulty_step": (_METRIC, 1, 2),
+    f"{_NAME}.schedule_config.root_degree": ({**BASE, **_ROOT}, 2, 3),
+    f"{_NAME}.schedule_config.difficulty": ({**BASE, **_STEPS}, [2, 10], [3, 10]),
+    f"{_NAME}.schedule_config.max_step": ({**BASE, **_STEPS}, [3], [4]),
+    f"{BATCHING}.enabled": (_PACKED, False, True),
+    f"{BATCHING}.metrics_path": (_PACKED, "one", "other"),
+    f"{BATCHING}.lr_scaling_method": (_PACKED, "linear", "sqrt"),
+    f"{BATCHING}.min_batch_size": (_PACKED, 1, 2),
+    f"{BATCHING}.max_batch_size": (_PACKED, 3, 4),
+    f"{BATCHING}.max_tokens": (_PACKED, 10, 20),
+    f"{BATCHING}.sequence_picking_order": (_PACKED, "random", "seqlen"),
+    f"{ROUTING}.enabled": (_ROUTED, False, True),
+    f"{RANDOM_LTD}.enabled": (_ROUTED, False, True),
+    f"{RANDOM_LTD}.total_layer_num": (_ROUTED, 3, 4),
+    f"{RANDOM_LTD}.random_ltd_layer_id": (_ROUTED, [0, 1], [0, 2]),
+    f"{RANDOM_LTD}.model_mask_name": (_ROUTED, None, "mask"),
+    f"{RANDOM_LTD}.model_type": (_ROUTED, "encoder", "decoder"),
+    f"{RANDOM_LTD}.hidden_state_order": (_ROUTED, "batch_seq_dim", "seq_batch_dim"),
+    f"{_LTD}.min_value": (_ROUTED, 4, 6),
+    f"{_LTD}.max_value": (_ROUTED, 16, 18),
+    f"{_LTD}.schedule_config.require_steps": (_ROUTED, 8, 9),
+    f"{_LTD}.schedule_config.seq_per_step": (_ROUTED, 1, 2),
 }
 
 TOGETHER = {
@@ -185,6 +252,9 @@ TOGETHER = {
     "tensor_parallel.tensor_parallel.tp_size",
     "tensor_parallel.tp.tp_size",
     "compile.passes",
+    f"{_NAME}.schedule_type",
+    f"{RANDOM_LTD}.random_ltd_layer_num",
+    f"{_LTD}.schedule_type",
 }
 """Honoured keys that mean something together only, or are checked."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerofx
-from tests.integrations.examples import BASE, ENABLED, HONOURED, TOGETHER, nested
+from tests.integrations.examples import BASE, ENABLED, ENABLED_PACKED, HONOURED, TOGETHER, nested
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.schedules import WarmupDecayLR, WarmupLR
@@ -97,8 +97,10 @@ def test_an_honoured_key_has_an_effect(path: str) -> None:
 
 @pytest.mark.parametrize("path", [key.path for key in KEYS.values() if key.kind == "always"])
 def test_a_key_without_counterpart_changes_nothing_and_says_so(path: str) -> None:
-    with_key = _translate({**ENABLED, path: "bf16" if KEYS[path].type == "text" else True})
-    assert _effect(with_key) == _effect(_translate(ENABLED))
+    enabled = ENABLED_PACKED if ".dynamic_batching." in path else ENABLED
+    value = {"text": "bf16", "count": 1}.get(KEYS[path].type, True)
+    with_key = _translate({**enabled, path: value})
+    assert _effect(with_key) == _effect(_translate(enabled))
     (row,) = (row for row in with_key.rows if row.key == path)
     assert row.taken == "always so" and row.meaning
 
@@ -131,10 +133,7 @@ def test_keys_speak_only_where_they_mean_something() -> None:
     ("name", "message"),
     [
         ("zero_optimisation.stage", "did you mean zero_optimization.stage"),
-        (
-            "zero_optimization.reduce_bucketsize",
-            "did you mean zero_optimization.reduce_bucket_size",
-        ),
+        ("zero_optimization.reduce_bucketsize", "mean zero_optimization.reduce_bucket_size"),
         ("gradient_cliping", "did you mean gradient_clipping"),
         ("optimizer", "an object is expected here"),
     ],

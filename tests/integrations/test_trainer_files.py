@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import zerofx
-from tests.integrations.examples import nested
+from tests.integrations.data_files import DRAWN
+from tests.integrations.examples import BASE, nested
 from tests.integrations.loops import fresh_state
 from tests.integrations.test_trainer import Texts, tiny, trainer_of
 from tests.ranks import run_ranks
@@ -108,3 +109,6 @@ def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:
         file = nested({"train_micro_batch_size_per_gpu": 2, key: value})
         with pytest.raises(ConfigError, match=f"{key}: {value} in the file"):
             agreed_config(zerofx.from_deepspeed(file, world_size=2), args)
+    drawing = zerofx.from_deepspeed(nested({**BASE, **DRAWN}), world_size=2)
+    with pytest.raises(ConfigError, match="data_efficiency: enabled in the file"):
+        agreed_config(drawing, args)

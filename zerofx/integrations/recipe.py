@@ -55,6 +55,7 @@ def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
         "sequence_parallel_size": (recipe.batch.sharing, 1),
         "tensor_parallel.autotp_size": (recipe.batch.splitting, 1),
         "gradient_allreduce_op": ("sum" if recipe.sums_gradients else "mean", "mean"),
+        "data_efficiency": ("enabled" if recipe.sampling or recipe.routing else "off", "off"),
         "dataloader_drop_last": (drops_last or recipe.drop_last, drops_last),
         "checkpoint.use_node_local_storage": (recipe.node_local, False),
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+
+import torch.distributed as dist
 
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.settings import Settings
@@ -36,6 +39,12 @@ class Batch:
     def groups(self) -> int:
         """Ranks, or groups of ranks, that work on samples of their own."""
         return self.train // (self.micro * self.accumulation)
+
+    def place(self) -> int:
+        """Which of the groups this rank belongs to, if ranks that share samples are neighbours."""
+        joined = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
+        return rank // (self.sharing * self.splitting)
 
 
 def batch_of(settings: Settings, ranks: int) -> Batch:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 Kind = Literal["honoured", "always", "missing", "refused"]
-Type = Literal["bool", "count", "number", "text", "texts", "pair", "any"]
+Type = Literal["bool", "count", "number", "text", "texts", "numbers", "pair", "any"]
 
 
 @dataclasses.dataclass(frozen=True)

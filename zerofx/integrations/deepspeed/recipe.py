@@ -3,126 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import io
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.export import export_safetensors
-from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
-from zerofx.integrations.deepspeed.batch import Batch
-from zerofx.integrations.deepspeed.choices import OptimizerChoice
-from zerofx.integrations.deepspeed.comms import CommsOptions
-from zerofx.integrations.deepspeed.dtypes import Casts
-from zerofx.integrations.deepspeed.flops import FlopsOptions
-from zerofx.integrations.deepspeed.refusals import refuse_uncast, refuse_unused
+from zerofx.integrations.deepspeed.curriculum import Pace
+from zerofx.integrations.deepspeed.gradients import check_gradients
 from zerofx.integrations.deepspeed.report import StepReport
-from zerofx.integrations.deepspeed.scaling import Scaling
-from zerofx.integrations.deepspeed.schedules import Schedule, Shape
-from zerofx.integrations.deepspeed.settings import Row
+from zerofx.integrations.deepspeed.routing import (
+    TokenRouter,
+    check_router,
+    route_tokens,
+)
+from zerofx.integrations.deepspeed.sampling import DataSampler, make_sampler, rate_factors
+from zerofx.integrations.deepspeed.schedules import Constant, Schedule
+from zerofx.integrations.deepspeed.understood import Understood
 from zerofx.integrations.tensor_parallel.export import export_joined
-from zerofx.integrations.tensor_parallel.parts import TensorParallel
 from zerofx.runtime.loss_scale import FixedScaler
 from zerofx.runtime.params import params_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What `zerofx.from_deepspeed` returns; `print` shows how every key was understood.
-
-    Attributes:
-        chosen: options of zerofx, without a mesh.
-        batch: sizes, which multiply.
-        optimizer: class and parameters, if the file names an optimizer.
-        shape: the schedule, if the file names one.
-        last_step: at which the schedule goes on; -1: it begins.
-        scaling: how losses are scaled.
-        casts: what is cast for good before the model is sharded.
-        autocast_dtype: of `torch_autocast`, if that is enabled.
-        sums_gradients: whether gradients are summed over ranks, where they are averaged else.
-        gradient_clipping: largest norm of gradients; 0: they are not clipped.
-        steps_per_print: steps between two lines of a report; 0: no lines.
-        wall_clock_breakdown: whether a report has times.
-        memory_breakdown: whether a report has the memory in use.
-        flops: of which step a report shows operations, if of any.
-        comms: whose communication it shows, if any.
-        monitors: where else figures go, by name, with parameters.
-        dump_state: whether a report begins with the table.
-        gathers_on_save: whether stage 3 may gather weights to save them in 16 bits.
-        node_local: for `checkpoint.save`, `load` and `latest`: whether each node has its own disk.
-        drop_last: whether your data loader should leave out a last batch that is not full.
-        allows_unused: whether a step may find parameters without a gradient.
-        tensor_parallel: how ranks share a model, if they do.
-        rows: how each key of the file was understood.
-    """
-
-    chosen: ZeroConfig
-    batch: Batch
-    optimizer: OptimizerChoice | None
-    shape: Shape | None
-    last_step: int
-    scaling: Scaling
-    casts: Casts
-    autocast_dtype: torch.dtype | None
-    sums_gradients: bool
-    gradient_clipping: float
-    steps_per_print: int
-    wall_clock_breakdown: bool
-    memory_breakdown: bool
-    flops: FlopsOptions | None
-    comms: CommsOptions | None
-    monitors: Mapping[str, Mapping[str, Any]]
-    dump_state: bool
-    gathers_on_save: bool
-    node_local: bool
-    drop_last: bool
-    allows_unused: bool
-    tensor_parallel: TensorParallel | None
-    rows: tuple[Row, ...]
-
-    def __str__(self) -> str:
-        table = Table("key", "given", "taken as", "meaning", box=None, pad_edge=False)
-        for row in self.rows:
-            table.add_row(row.key, str(row.given), row.taken, row.meaning.replace("`", ""))
-        text = io.StringIO()
-        Console(file=text, width=160, markup=False, highlight=False).print(table)
-        lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        return "\n".join([*lines, "", str(self.batch), *self._options()])
-
-    def _options(self) -> list[str]:
-        plain = ZeroConfig()
-        given = {
-            field.name: getattr(self.chosen, field.name) for field in dataclasses.fields(plain)
-        }
-        shown = {name: value for name, value in given.items() if value != getattr(plain, name)}
-        shown = {"stage": self.chosen.stage, **shown}
-        shown["passes"] = [getattr(each, "new", each) for each in self.chosen.passes]
-        return [f"option {name}: {value}" for name, value in shown.items() if value != []]
-
-    @property
-    def config(self) -> ZeroConfig:
-        """The options for `zerofx.shard`; with tensor parallelism it needs a process group."""
-        if self.tensor_parallel is None:
-            return self.chosen
-        return dataclasses.replace(self.chosen, mesh=self.tensor_parallel.mesh["data"])
-
-    @property
-    def backend(self) -> str:
-        """The name for `torch.compile`, such as `zero3`."""
-        return f"zero{self.chosen.stage}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options for `torch.compile`."""
-        return {"config": self.config}
+class Recipe(Understood):
+    """What `zerofx.from_deepspeed` returns; `print` shows how every key was understood."""
 
     def cast_model(self, model: nn.Module) -> None:
         """Cast parameters and buffers in place, if the file wants it; before they are sharded."""
@@ -151,13 +59,63 @@ class Recipe:
             raise ConfigError("the file names no optimizer", "build your own, or name one")
         return self.optimizer.build(params)
 
-    def make_scheduler(self, optimizer: Optimizer) -> Schedule | None:
-        """Build the schedule; `None` if the file names none.
+    def make_sampler(
+        self,
+        data: Sized | int,
+        *,
+        place: int | None = None,
+        paces: Mapping[str, Pace] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> DataSampler:
+        """Build what draws this rank's micro-batches: the `batch_sampler` of your data loader.
+
+        Args:
+            data: the data set, or its length.
+            place: which of `batch.groups` this rank belongs to; by default, ranks that share
+                samples are neighbours.
+            paces: for each metric with a custom schedule, the difficulty at a step from 1 on.
+            lengths: tokens of each sample, for dynamic batching; by default they are read from
+                `metrics_path`.
 
         Raises:
-            ConfigError: the schedule does not suit the optimizer.
+            ConfigError: the file does not enable `data_sampling`, files that it names are missing
+                or damaged, or something does not fit the data set.
         """
-        return None if self.shape is None else Schedule(optimizer, self.shape, self.last_step)
+        return make_sampler(self.sampling, self.batch, data, place, paces or {}, lengths)
+
+    def route_tokens(
+        self, model: nn.Module, layer: type[nn.Module], *, place: int | None = None
+    ) -> TokenRouter | None:
+        """Let layers see random tokens only, as `random_ltd` says; `None` if it says nothing.
+
+        While they train, these layers are given fewer tokens; the others pass them by.
+
+        Args:
+            model: plain or sharded; names and parameters stay as they are.
+            layer: the class of its layers, whose first argument and output are hidden states.
+            place: as in `make_sampler`: ranks that share samples see the same tokens.
+
+        Raises:
+            ConfigError: the model does not have the layers.
+        """
+        return self.routing and route_tokens(self.routing, self.batch, place, model, layer)
+
+    def make_scheduler(
+        self, optimizer: Optimizer, sampler: DataSampler | None = None
+    ) -> Schedule | None:
+        """Build the schedule; `None` if the file names none.
+
+        Args:
+            optimizer: whose rates it sets.
+            sampler: whose steps rates follow, if the file scales them by `dynamic_batching`.
+
+        Raises:
+            ConfigError: the schedule does not suit the optimizer, or the sampler is missing.
+        """
+        factors = rate_factors(self.sampling, sampler)
+        if self.shape is None and factors is None:
+            return None
+        return Schedule(optimizer, self.shape or Constant(), self.last_step, factors or (1.0,))
 
     def make_scaler(self, device: str | None = None) -> FixedScaler:
         """Build the loss scaler; it does nothing in fp32.
@@ -165,7 +123,7 @@ class Recipe:
         Args:
             device: type of the loss's device; by default `cuda` if there is one, else `cpu`.
         """
-        return self.scaling.make(device or _device())
+        return self.scaling.build(device or _device())
 
     def autocast(self, device: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """What to run the forward in: autocast if the file enables it, else nothing.
@@ -206,10 +164,19 @@ class Recipe:
             report.write(str(self))
         return report
 
-    def backward(self, loss: Tensor, scaler: FixedScaler) -> None:
-        """Backward of a micro-batch: its share of the mean or sum over ranks, scaled."""
+    def backward(
+        self, loss: Tensor, scaler: FixedScaler, router: TokenRouter | None = None
+    ) -> None:
+        """Backward of a micro-batch: its share of the mean or sum over ranks, scaled.
+
+        Raises:
+            ConfigError: the file routes tokens, and the router is missing.
+        """
+        check_router(self.routing, router)
         summed = self.batch.sharing * (self.batch.groups if self.sums_gradients else 1)
         scaler.scale(loss / self.batch.accumulation * summed).backward()
+        if router is not None:
+            router.advance()
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """See that every parameter has a gradient, and a dtype, as the file wants it.
@@ -217,13 +184,14 @@ class Recipe:
         Raises:
             ConfigError: names those without.
         """
-        if self.casts.params is not None:
-            refuse_uncast(params_of(optimizer), self.casts.params)
-        if not self.allows_unused:
-            refuse_unused(params_of(optimizer))
+        check_gradients(params_of(optimizer), self.casts.params, self.allows_unused)
 
     def step(
-        self, optimizer: Optimizer, scaler: FixedScaler, scheduler: Schedule | None = None
+        self,
+        optimizer: Optimizer,
+        scaler: FixedScaler,
+        scheduler: Schedule | None = None,
+        router: TokenRouter | None = None,
     ) -> bool:
         """Unscale, clip, step and clear; after the last backward of an accumulation.
 
@@ -233,8 +201,10 @@ class Recipe:
             Whether the step was taken; on all ranks alike.
 
         Raises:
-            ConfigError: a parameter has no gradient, or a dtype, which the file does not allow.
+            ConfigError: a parameter has no gradient, or a dtype, which the file does not allow;
+                or the file routes tokens, and the router is missing.
         """
+        check_router(self.routing, router)
         self.check_gradients(optimizer)
         params, parts = params_of(optimizer), self.tensor_parallel
         if parts is not None:
@@ -250,6 +220,8 @@ class Recipe:
         optimizer.zero_grad()
         if scheduler is not None and not scaler.skipped:
             scheduler.step()
+        if router is not None:
+            router.step()
         return not scaler.skipped
 
     def save_model(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:

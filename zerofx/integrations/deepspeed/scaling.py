@@ -1,4 +1,4 @@
-"""How losses are scaled, as a file asks for it."""
+"""How losses are scaled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scaling:
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
 
-    def make(self, device: str) -> FixedScaler:
+    def build(self, device: str) -> FixedScaler:
         """The scaler for losses on a type of device."""
         if not self.dynamic:
             return FixedScaler(device, self.scale, enabled=self.enabled)
@@ -37,8 +37,8 @@ class Scaling:
         )
 
 
-def scaling(settings: Settings, dtype: torch.dtype | None) -> Scaling:
-    """What keys of `fp16`, `bf16` and `torch_autocast` come to."""
+def scaling_of(settings: Settings, dtype: torch.dtype | None) -> Scaling:
+    """What a file says of it, given the dtype of computation."""
     if dtype == torch.float16:
         fixed = float(settings.get("fp16.loss_scale", 0))
         return Scaling(

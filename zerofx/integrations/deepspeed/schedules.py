@@ -39,6 +39,14 @@ class Shape(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Constant(Shape):
+    """The optimizer's rates as they are; for `factors`."""
+
+    def lr(self, step: int, group: int, initial: float) -> float:
+        return initial
+
+
+@dataclasses.dataclass(frozen=True)
 class WarmupLR(Shape):
     """From `warmup_min_lr` up to `warmup_max_lr` (by default the optimizer's), then flat."""
 
@@ -187,14 +195,21 @@ class Schedule(LRScheduler):
         shape: the schedule.
         last_step: optimizer steps taken, less one. If there are any, as in DeepSpeed, rates stay as
             they are until the next one.
+        factors: what rates of steps are multiplied by, in turn.
 
     Raises:
         ConfigError: the optimizer has no betas that a momentum cycle could turn, or a list of
             rates has not as many entries as there are parameter groups.
     """
 
-    def __init__(self, optimizer: Optimizer, shape: Shape, last_step: int = -1) -> None:
-        self._shape = shape
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shape: Shape,
+        last_step: int = -1,
+        factors: Sequence[float] = (1.0,),
+    ) -> None:
+        self._shape, self._factors = shape, factors
         self._cycle = shape if isinstance(shape, OneCycle) and shape.cycle_momentum else None
         _check(optimizer, shape, self._cycle)
         super().__init__(optimizer)
@@ -206,8 +221,8 @@ class Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of all groups; torch calls it."""
-        step = self.last_epoch - 1
-        return [self._shape.lr(step, i, float(lr)) for i, lr in enumerate(self.base_lrs)]
+        step, factor = self.last_epoch - 1, self._factors[self.last_epoch % len(self._factors)]
+        return [factor * self._shape.lr(step, i, float(lr)) for i, lr in enumerate(self.base_lrs)]
 
     def step(self, epoch: int | None = None) -> None:
         """Go on by one optimizer step that was not skipped."""
@@ -220,7 +235,7 @@ class Schedule(LRScheduler):
         return {key: value for key, value in super().state_dict().items() if key not in _NOT_STATE}
 
 
-_NOT_STATE = ("_shape", "_cycle")
+_NOT_STATE = ("_shape", "_cycle", "_factors")
 
 
 def _check(optimizer: Optimizer, shape: Shape, cycle: OneCycle | None) -> None:

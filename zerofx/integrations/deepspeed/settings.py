@@ -8,14 +8,26 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.integrations.deepspeed.data_keys import DATA_KEYS, METRICS, NAME
 from zerofx.integrations.deepspeed.key import Key, Type
 from zerofx.integrations.deepspeed.model_keys import MODEL_KEYS
 from zerofx.integrations.deepspeed.read import flatten
 from zerofx.integrations.deepspeed.training_keys import TRAINING_KEYS
 from zerofx.integrations.deepspeed.zero_keys import ZERO_KEYS
 
-KEYS: dict[str, Key] = {key.path: key for key in (*TRAINING_KEYS, *ZERO_KEYS, *MODEL_KEYS)}
+KEYS: dict[str, Key] = {
+    key.path: key for key in (*TRAINING_KEYS, *DATA_KEYS, *ZERO_KEYS, *MODEL_KEYS)
+}
 _SECTIONS = {path.rpartition(".")[0] for path in KEYS if "." in path}  # what may only be an object
+
+
+def key_of(path: str) -> Key | None:
+    """What is known about a path, in which sections may have names of the user's."""
+    if path.startswith(f"{METRICS}."):
+        own = path.removeprefix(f"{METRICS}.").partition(".")[2]
+        known = KEYS.get(f"{METRICS}.{NAME}.{own}")
+        return known and dataclasses.replace(known, path=path)
+    return KEYS.get(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +83,10 @@ def understand(
     used = {path: value for path, value in flat.items() if not _below(path, leave_out)}
     _check_served(used)
     filled = _fill(used, auto)
+    _check_switches(filled)
     values, rows = {}, []
     for path, given in flat.items():
-        key = KEYS.get(path)
+        key = key_of(path)
         if key is None or path not in used:
             rows.append(Row(path, given, "left out", "as the caller asks"))
             continue
@@ -86,16 +99,38 @@ def understand(
 
 def _idle(key: Key, filled: Mapping[str, Any]) -> str:
     """Why a key sets nothing in this file; empty if it does."""
-    switch = f"{key.path.rpartition('.')[0]}.enabled"
     if key.kind in ("missing", "refused"):
         return "off"
     if key.path not in filled:
         return "by default"
     if key.stages and filled.get("zero_optimization.stage", 0) not in key.stages:
         return "not at this stage"
-    if key.path != switch and switch in KEYS and filled.get(switch) is not True:
+    if any(filled.get(switch) is not True for switch in _switches(key.path)):
         return "off"
     return ""
+
+
+def _switches(path: str) -> list[str]:
+    """Keys that enable the sections around a key."""
+    parts = path.split(".")
+    around = [".".join([*parts[:depth], "enabled"]) for depth in range(1, len(parts))]
+    return [switch for switch in around if switch in KEYS and switch != path]
+
+
+def _check_switches(filled: Mapping[str, Any]) -> None:
+    unsaid = {
+        switch: path
+        for path, value in filled.items()
+        if path.endswith(".enabled") and value is True
+        for switch in _switches(path)
+        if switch not in filled
+    }
+    if unsaid:
+        raise ConfigError(
+            "sections are enabled inside of others that say neither true nor false",
+            "say it: DeepSpeed documents false as the default, and takes it for true",
+            [f"{switch}: around {path}" for switch, path in unsaid.items()],
+        )
 
 
 def _taken(key: Key, value: Any) -> str:
@@ -116,7 +151,7 @@ def _below(path: str, names: Collection[str]) -> bool:
 def _check_known(
     flat: Mapping[str, Any], auto: Mapping[str, Any], leave_out: Collection[str]
 ) -> None:
-    unknown = [path for path in flat if path not in KEYS and not _below(path, leave_out)]
+    unknown = [path for path in flat if key_of(path) is None and not _below(path, leave_out)]
     if unknown:
         raise ConfigError(
             "DeepSpeed has no such keys",
@@ -125,7 +160,7 @@ def _check_known(
         )
     # One dictionary of values may serve many files; what is left out must be there.
     _refuse_stray(
-        "auto names keys that DeepSpeed does not have", [n for n in auto if n not in KEYS]
+        "auto names keys that DeepSpeed does not have", [n for n in auto if key_of(n) is None]
     )
     _refuse_stray(
         "leave_out names keys that the file does not have",
@@ -148,9 +183,9 @@ def _with_nearest(path: str) -> str:
 
 def _check_served(used: Mapping[str, Any]) -> None:
     asked = [
-        KEYS[path]
+        key
         for path, value in used.items()
-        if KEYS[path].kind in ("missing", "refused") and not _is_off(KEYS[path], value)
+        if (key := key_of(path)) and key.kind in ("missing", "refused") and not _is_off(key, value)
     ]
     if asked:
         raise UnsupportedError(
@@ -185,7 +220,11 @@ def _fill(used: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     if against:
         raise ConfigError("auto contradicts the file", "correct one of them", against)
     filled = {path: auto.get(path, value) for path, value in used.items()}
-    open_keys = [path for path, value in filled.items() if value == "auto" and KEYS[path].needed]
+    open_keys = [
+        path
+        for path, value in filled.items()
+        if value == "auto" and (key := key_of(path)) and key.needed
+    ]
     if open_keys:
         raise ConfigError(
             'the file says "auto" where only you know the value',
@@ -196,13 +235,14 @@ def _fill(used: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = _is_number(value)
     good: dict[Type, Callable[[], bool]] = {
         "bool": lambda: isinstance(value, bool),
         "count": lambda: number and value >= 0 and value == int(value),
         "number": lambda: number and value >= 0,
         "text": lambda: isinstance(value, str),
         "texts": lambda: isinstance(value, list) and all(isinstance(v, str) for v in value),
+        "numbers": lambda: isinstance(value, list) and all(map(_is_number, value)),
         "pair": lambda: isinstance(value, list | tuple) and len(value) == 2,
         "any": lambda: True,
     }
@@ -211,9 +251,14 @@ def _typed(key: Key, value: Any) -> Any:
             "count": "a whole number of at least 0",
             "number": "a number of at least 0",
             "texts": "a list of texts",
+            "numbers": "a list of numbers",
             "pair": "a list of two numbers",
         }
         raise ConfigError(
             f"{key.path} is {value!r}", f"write {wanted.get(key.type, f'a {key.type}')}"
         )
     return int(value) if key.type == "count" else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,6 +14,7 @@ from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.batch import batch_of
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
 from zerofx.integrations.deepspeed.comms import comms_options
+from zerofx.integrations.deepspeed.data_keys import SAMPLING
 from zerofx.integrations.deepspeed.dtypes import (
     autocast_dtype,
     casts_of,
@@ -24,7 +25,9 @@ from zerofx.integrations.deepspeed.flops import flops_options
 from zerofx.integrations.deepspeed.monitors import MONITORS
 from zerofx.integrations.deepspeed.read import Source, read
 from zerofx.integrations.deepspeed.recipe import Recipe
-from zerofx.integrations.deepspeed.scaling import scaling
+from zerofx.integrations.deepspeed.routing import routing_of
+from zerofx.integrations.deepspeed.sampling import sampling_of
+from zerofx.integrations.deepspeed.scaling import scaling_of
 from zerofx.integrations.deepspeed.settings import Settings, understand
 from zerofx.integrations.deepspeed.splitting import tensor_parallel
 from zerofx.passes.changes import Change, before, replace
@@ -100,7 +103,7 @@ def from_deepspeed(
         optimizer=optimizer_choice(settings),
         shape=shape_choice(settings),
         last_step=settings.get("scheduler.params.last_batch_iteration", -1),
-        scaling=scaling(settings, dtype),
+        scaling=scaling_of(settings, dtype),
         casts=casts_of(settings, dtype),
         autocast_dtype=autocast_dtype(settings),
         sums_gradients=_sums_gradients(settings),
@@ -119,6 +122,12 @@ def from_deepspeed(
         gathers_on_save=_gathers_on_save(settings),
         node_local=settings.get("checkpoint.use_node_local_storage", False),
         drop_last=settings.get("dataloader_drop_last", False),
+        sampling=sampling_of(settings),
+        loader={
+            name: settings.get(f"{SAMPLING}.{name}", default)
+            for name, default in (("num_workers", 0), ("pin_memory", False))
+        },
+        routing=routing_of(settings),
         allows_unused=settings.get("zero_optimization.ignore_unused_parameters", True),
         tensor_parallel=parts,
         rows=settings.rows,

@@ -183,7 +183,6 @@ _AROUND = [
             ("compile.offload_activation", "needs offloading"),
             ("compile.offload_opt_states", "needs offloading"),
             ("compile.offload_parameters", "needs offloading"),
-            ("data_efficiency", "the data loader is yours"),
         ],
     ),
     *keys(

@@ -1,8 +1,8 @@
-"""What a file does not allow to happen in a step."""
+"""What a file demands of parameters when gradients are there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,21 @@ from zerofx.errors import ConfigError
 from zerofx.runtime.handles import states_by_param
 
 
-def refuse_uncast(params: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Parameters at rest have the dtype that the file wants."""
+def check_gradients(
+    params: Sequence[Tensor], at_rest: torch.dtype | None, allows_unused: bool
+) -> None:
+    """See that parameters are no wider than they may be at rest, and that they have gradients.
+
+    Raises:
+        ConfigError: names those that are wider, or have none.
+    """
+    if at_rest is not None:
+        _refuse_uncast(params, at_rest)
+    if not allows_unused:
+        _refuse_unused(params)
+
+
+def _refuse_uncast(params: Iterable[Tensor], dtype: torch.dtype) -> None:
     wide = [p for p in params if p.is_floating_point() and p.dtype.itemsize > dtype.itemsize]
     if wide:
         raise ConfigError(
@@ -22,8 +35,7 @@ def refuse_uncast(params: Iterable[Tensor], dtype: torch.dtype) -> None:
         )
 
 
-def refuse_unused(params: Iterable[Tensor]) -> None:
-    """Each parameter that is trained has a gradient."""
+def _refuse_unused(params: Iterable[Tensor]) -> None:
     unused = [p for p in params if p.requires_grad and p.grad is None]
     if unused:
         raise ConfigError(
