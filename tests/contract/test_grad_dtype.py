@@ -264,3 +264,18 @@ def _around_the_step(stage: int) -> list[Any]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_clipping_scaling_and_an_optimizer_in_backward(stage: int) -> None:
     assert run_ranks(2, _around_the_step, stage) == [[2.0**3]] * 2
+
+
+def _other_sizes() -> None:
+    """One rank alone compiles while gradients wait, and nothing breaks its graph."""
+    model, _ = _net(3, grad_dtype=BF16)
+    run = torch.compile(model, backend="zero3", fullgraph=True)
+    _loss(run, 0).backward()
+    before = [param.grad for param in _trained(model)]
+    run(torch.ones(4 + dist.get_rank(), 8)).float().square().mean().backward()
+    for param, grad in zip(_trained(model), before, strict=True):
+        assert grad is not None and param.grad is grad and grad.dtype is BF16
+
+
+def test_frames_compiled_while_gradients_wait() -> None:
+    run_ranks(2, _other_sizes)

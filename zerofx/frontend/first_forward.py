@@ -22,6 +22,7 @@ from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
+from zerofx.runtime.gradients import take_narrow_gradients
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.session import Session
 from zerofx.sharding.refuse import refuse_meta
@@ -36,6 +37,7 @@ from zerofx.torch_private import (
 
 def install(backends: Mapping[Stage, Any], chooser: Any) -> None:
     """From now on, for these backends, and the one that chooses a stage."""
+    apart: list[tuple[Tensor, Tensor]] = []  # parameters that are traced, and their gradients
 
     def hear(backend: Any, given: Mapping[str, Any], compiled: nn.Module | None) -> bool:
         stages: list[Stage] = [stage for stage, ours in backends.items() if ours is backend]
@@ -51,9 +53,16 @@ def install(backends: Mapping[Stage, Any], chooser: Any) -> None:
         if compiled is None and (stages or backend is chooser):
             # `p + noise` for a `p` of `self.parameters()`: `read_whole` makes both full values.
             mix_while_tracing()
+            for session in live_sessions():
+                apart.extend(take_narrow_gradients(session.states))
         return done
 
-    before_forwards(hear, _begins)
+    def compiled() -> None:
+        for param, grad in apart:
+            param.grad = grad
+        apart.clear()
+
+    before_forwards(hear, _begins, compiled)
 
 
 def _shard_first(stage: Stage, compiled: nn.Module | None, given: Mapping[str, Any]) -> bool:

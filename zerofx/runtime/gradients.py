@@ -8,7 +8,7 @@ for the casts, so that a step holds no more than backward did.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,22 @@ def narrow_gradients(states: Iterable[ParamState]) -> None:
     """After the step: cast them back."""
     for state in states:
         _cast(state.param, state.spec.grad_dtype)
+
+
+def take_narrow_gradients(states: Iterable[ParamState]) -> Sequence[tuple[Tensor, Tensor]]:
+    """Take gradients away that Dynamo would not trace parameters with.
+
+    Returns:
+        Parameters, and what to give back to them.
+    """
+    held = [
+        (state.param, state.param.grad)
+        for state in states
+        if state.param.grad is not None and state.param.grad.dtype is not state.param.dtype
+    ]
+    for param, _ in held:
+        param.grad = None
+    return held
 
 
 @torch.no_grad()

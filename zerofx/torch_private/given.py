@@ -26,7 +26,9 @@ Hear = Callable[[Any, Mapping[str, Any], nn.Module | None], bool]
 on the stack); says whether it needs to hear of this module no more."""
 
 
-def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
+def before_forwards(
+    hear: Hear, begins: Callable[[nn.Module], bool], compiled: Callable[[], None]
+) -> None:
     """Call `hear` before the forward of a compiled module, and before Dynamo compiles a frame.
 
     The former is not for `module.compile()`, the latter not for forwards that Dynamo leaves alone.
@@ -34,12 +36,12 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
     Args:
         hear: until it needs to hear of a module no more.
         begins: then, before each of its forwards, until it says that it is not about this module.
+        compiled: when Dynamo has compiled a frame, or could not.
     """
     regions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-        if compiles not in callback_handler.start_callbacks:
-            on_compile_start(compiles)  # `torch._dynamo.reset()` forgets it
+        listen()  # `torch._dynamo.reset()` forgets it
         if not isinstance(outer, OptimizedModule) or inner is None:
             return
 
@@ -64,8 +66,17 @@ def before_forwards(hear: Hear, begins: Callable[[nn.Module], bool]) -> None:
         if frame is not None:
             hear(*_given(frame.f_locals["self"]), None)
 
+    def ended(args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.DYNAMO:
+            compiled()
+
+    def listen() -> None:
+        if compiles not in callback_handler.start_callbacks:
+            on_compile_start(compiles)
+            on_compile_end(ended)
+
     register_module_module_registration_hook(registered)
-    on_compile_start(compiles)
+    listen()
 
 
 def _count_apart(context: Any, model: nn.Module, regions: WeakIdKeyDictionary) -> None:
