@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,7 +19,6 @@ from tests.ranks import run_ranks
 from zerofx import checkpoint
 from zerofx.errors import ConfigError, DivergedError, UnsupportedError
 from zerofx.integrations.deepspeed.recipe import Recipe
-from zerofx.integrations.tensor_parallel.linear import Cut
 
 WIDTH, HEADS, WORDS, STEPS = 16, 4, 32, 3
 SPECS = [
@@ -110,13 +107,14 @@ def _by_specs(stage: int = 3, **keys: Any) -> Recipe:
     return _recipe(stage, **{"tensor_parallel.partition_config.layer_specs": SPECS, **keys})
 
 
-def _data(step: int) -> Tensor:
+def data(step: int) -> Tensor:
+    """Sequences of words, for both halves of the ranks."""
     return torch.randint(WORDS, (4, 8), generator=torch.Generator().manual_seed(step))
 
 
 def _mine(recipe: Recipe, step: int) -> Tensor:
     assert recipe.tensor_parallel is not None
-    return _data(step).chunk(2)[recipe.tensor_parallel.mesh.get_local_rank("data")]
+    return data(step).chunk(2)[recipe.tensor_parallel.mesh.get_local_rank("data")]
 
 
 def _compiled(recipe: Recipe, model: nn.Module) -> Any:
@@ -151,12 +149,13 @@ def _trained(folder: Path, build: Any, recipe: Recipe) -> list[float]:
     return losses
 
 
-def _alone(build: Any) -> tuple[Tensor, nn.Module]:
+def alone(build: Any) -> tuple[Tensor, nn.Module]:
+    """Losses of one process by step and half of the ranks, and its model."""
     model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for step in range(STEPS):
-        halves = [model(half) for half in _data(step).chunk(2)]
+        halves = [model(half) for half in data(step).chunk(2)]
         torch.stack(halves).mean().backward()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5
         optimizer.step()
@@ -180,7 +179,7 @@ def _case(name: str, folder: Path) -> list[float]:
 @pytest.mark.parametrize("name", CASES)
 def test_parts_train_as_one_process(name: str, tmp_path: Path) -> None:
     found = run_ranks(4, _case, name, tmp_path)
-    losses, model = _alone(CASES[name][0])
+    losses, model = alone(CASES[name][0])
     for rank in range(4):
         mine = torch.tensor(found[rank])
         torch.testing.assert_close(mine, losses[:, rank // 2], rtol=1e-6, atol=0)
@@ -205,7 +204,7 @@ def _faults() -> None:
     recipe = _by_specs()
     model = Gpt()
     run, scaler = _compiled(recipe, model), recipe.make_scaler("cpu")
-    recipe.backward(run(_data(dist.get_rank())[:2]), scaler)
+    recipe.backward(run(data(dist.get_rank())[:2]), scaler)
     with pytest.raises(DivergedError, match="same samples"):
         recipe.step(recipe.make_optimizer(model.parameters()), scaler)
 
@@ -221,7 +220,7 @@ def _faults() -> None:
         recipe.parallelize(model)
 
     recipe, model = _by_specs(), Gpt()
-    recipe.backward(model(_data(0)), scaler)
+    recipe.backward(model(data(0)), scaler)
     with pytest.raises(ConfigError, match="whole on each"):
         recipe.step(recipe.make_optimizer(model.parameters()), scaler)
 
@@ -288,12 +287,3 @@ def test_files_that_contradict_themselves() -> None:
     assert "batch: 4 = 2 (micro-batch) × 1 (accumulation) × 2 (times 2 ranks that" in str(recipe)
     with pytest.raises(ConfigError, match="process group"):
         _ = recipe.config
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 1))
-def test_parts_join(sections: list[int], size: int, dim: int) -> None:
-    cut = Cut(dim, tuple(section * size for section in sections))
-    whole = torch.arange(6 * sum(cut.sections)).view((-1, 6) if dim == 0 else (6, -1))
-    parts = [whole.index_select(dim, cut.places(rank, size)) for rank in range(size)]
-    assert torch.equal(cut.join(parts), whole)
-    assert {part.shape[dim] for part in parts} == {sum(sections)}

@@ -1,0 +1,50 @@
+"""`TensorParallel` without a file: the loop that docs/parallelism.md shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.integrations.test_tensor_parallel import SPECS, STEPS, Gpt, alone, data
+from tests.ranks import run_ranks
+from zerofx.integrations.tensor_parallel import TensorParallel, export_joined
+from zerofx.integrations.tensor_parallel.linear import Cut
+from zerofx.integrations.tensor_parallel.rules import rules_of
+
+
+def _trained(folder: Path) -> None:
+    model, parts = Gpt().double(), TensorParallel(2, rules_of(SPECS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    parts.parallelize(model)
+    assert parts.part == dist.get_rank() % 2 and "blocks.0.qkv: outputs" in str(parts)
+    options = {"mesh": parts.mesh["data"], "inner": "eager", "min_shard_numel": 0}
+    run = torch.compile(model, backend="zero2", options=options)
+    for step in range(STEPS):
+        run(data(step).chunk(2)[dist.get_rank() // 2]).backward()
+        parts.complete_gradients(model.parameters())
+        norm = parts.clip_grad_norm_(list(model.parameters()), 0.5)
+        assert norm.ndim == 0 and norm > 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    export_joined(model, folder, parts)
+
+
+def test_parts_without_a_file(tmp_path: Path) -> None:
+    run_ranks(4, _trained, tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, want in alone(Gpt)[1].named_parameters():
+        torch.testing.assert_close(whole[name], want.detach(), rtol=1e-9, atol=1e-10)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 1))
+def test_parts_join(sections: list[int], size: int, dim: int) -> None:
+    cut = Cut(dim, tuple(section * size for section in sections))
+    whole = torch.arange(6 * sum(cut.sections)).view((-1, 6) if dim == 0 else (6, -1))
+    parts = [whole.index_select(dim, cut.places(rank, size)) for rank in range(size)]
+    assert torch.equal(cut.join(parts), whole)
+    assert {part.shape[dim] for part in parts} == {sum(sections)}
