@@ -95,3 +95,37 @@ def test_a_number_that_one_rank_reads(how: str) -> None:
     first, other = run_ranks(2, _alone, how)
     assert len(first) == 1 and not other
     assert "test_scalars.py:" in first[0] and "Remedy: value = value.full_tensor()" in first[0]
+
+
+EXTREMES: dict[str, Callable[[Tensor], Any]] = {
+    "most": lambda value: value.max().item(),
+    "least": lambda value: value.amin().item(),
+    "largest": lambda value: value.norm(torch.inf).item(),
+    "smallest": lambda value: torch.linalg.vector_norm(value, -torch.inf).item(),
+    "by row": lambda value: full(value.amax(1)),
+    "by column": lambda value: full(value.amax(0)),
+    "of columns": lambda value: full(torch.linalg.vector_norm(value, torch.inf, 0)),
+}
+
+
+def _one_row(stage: int) -> None:
+    """The last rank has nothing of a head for one number."""
+    ranks = []
+    for build in (lambda model: compiled(model, stage), lambda model: model):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        run = build(model)
+        run(torch.ones(2, 4)).sum().backward()
+        weight: Any = model[2].weight
+        read = [[look(each) for look in EXTREMES.values()] for each in (weight, weight.grad)]
+        norms = [
+            full(nn.utils.clip_grad_norm_(model.parameters(), 0.01, torch.inf, foreach=foreach))
+            for foreach in (True, False)
+        ]
+        ranks.append([*read, norms])
+    torch.testing.assert_close(*ranks)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_extremes_of_what_some_ranks_have_nothing_of(stage: int) -> None:
+    run_ranks(2, _one_row, stage)

@@ -23,6 +23,7 @@ from zerofx.torch_private import (
     compute_mixed,
     compute_pointwise,
     count_foreach_writes,
+    find_extremes_of_empty_shards,
     foreach_by_default,
     read_scalars_whole,
     update_local_tensors,
@@ -45,6 +46,7 @@ def _global_value(number: DTensor) -> Tensor:
 # them where they are.
 read_scalars_whole(_global_value)
 clamp_whole()
+find_extremes_of_empty_shards()
 
 
 def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, conjugates, distributed, foreach, given, joint, mixed,
-profiling, tensors, turns.
+Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, given, joint,
+mixed, profiling, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -58,6 +58,7 @@ from zerofx.torch_private.distributed import (
     live_ranks,
     reduce_scatter_flat,
 )
+from zerofx.torch_private.extremes import find_extremes_of_empty_shards
 from zerofx.torch_private.foreach import (
     compute_pointwise,
     count_foreach_writes,
@@ -132,6 +133,7 @@ __all__ = [
     "fake_mode",
     "fake_mode_of",
     "fake_shard",
+    "find_extremes_of_empty_shards",
     "for_parts",
     "foreach_by_default",
     "frame_being_compiled",

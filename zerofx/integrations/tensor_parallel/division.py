@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +108,10 @@ def divide(model: nn.Module, held: dict[str, Held], place: Place) -> None:
         ConfigError: heads of attention would be cut through.
     """
     parents = _parents(model, [name for name, each in held.items() if each.way == "outputs"])
-    for name, parent in parents:
-        _divide_numbers(name, parent, place.size)
+    for name, parent in parents.items():
+        _check_heads(name, parent, place.size)
+    for parent in parents.values():
+        _divide_numbers(parent, place.size)
     for name, each in held.items():
         if each.way == "tail":
             sum_tail(each.linear, _rotary(model, name), place)
@@ -119,18 +121,16 @@ def divide(model: nn.Module, held: dict[str, Held], place: Place) -> None:
             cut_inputs(each.linear, each.cut, place, cuts=each.way == "inputs, cut here")
 
 
-def _parents(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    for name in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        yield name, model.get_submodule(name)
+def _parents(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    above = [name.rpartition(".")[0] for name in names]
+    return {name: model.get_submodule(name) for name in above}
 
 
-def _divide_numbers(name: str, parent: nn.Module, size: int) -> None:
-    """A module computes with the heads that its rank has."""
+def _check_heads(name: str, parent: nn.Module, size: int) -> None:
     counts = {each: getattr(parent, each, None) for each in _COUNTS}
     config = getattr(parent, "config", None)
     if config is not None and hasattr(parent, "head_dim"):  # an attention of transformers
         for each in ("num_attention_heads", "num_key_value_heads"):
-            counts.setdefault(each, None)
             counts[each] = counts[each] or getattr(config, each, None)
     for attribute, count in counts.items():
         if isinstance(count, int) and count % size:
@@ -138,8 +138,12 @@ def _divide_numbers(name: str, parent: nn.Module, size: int) -> None:
                 f"{name} has {attribute} {count}, which {size} ranks cannot share equally",
                 'take another autotp_size, or a partition_type of "skip" for its layers',
             )
+
+
+def _divide_numbers(parent: nn.Module, size: int) -> None:
+    """A module computes with the heads that its rank has."""
     for attribute in (*_COUNTS, *_WIDTHS):
-        number = parent.__dict__.get(attribute)
+        number = vars(parent).get(attribute)
         if isinstance(number, int):
             setattr(parent, attribute, number // size)
 

@@ -116,7 +116,7 @@ class TensorParallel:
         """
         if not self.held:
             raise ConfigError(
-                "ranks share a model that is whole on each", "call recipe.parallelize(model) before"
+                "ranks share a model that is whole on each", "call parallelize(model) before"
             )
         given = [param for param in params if param.grad is not None]
         for param in filter(is_summed, given):

@@ -1,0 +1,65 @@
+"""Largest and smallest numbers of `DTensor`s of which some ranks hold no rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_aten = torch.ops.aten
+_NEUTRAL: dict[Any, Callable[[tuple[Any, ...]], float | None]] = {
+    _aten.max.default: lambda args: -math.inf,
+    _aten.amax.default: lambda args: -math.inf,
+    _aten.min.default: lambda args: math.inf,
+    _aten.amin.default: lambda args: math.inf,
+    _aten.linalg_vector_norm.default: lambda args: _of_norm(*args[1:2]),
+    _aten._foreach_norm.Scalar: lambda args: _of_norm(*args[1:2]),
+}
+"""What changes no result; `None`: torch knows an answer of its own for ranks without rows."""
+
+_DIMS = {_aten.amax.default: 1, _aten.amin.default: 1, _aten.linalg_vector_norm.default: 2}
+"""Where operations say what they reduce; by default all of it."""
+
+
+def find_extremes_of_empty_shards() -> None:
+    """Let a rank without rows answer what changes no result; torch's kernels refuse to."""
+    for op in _NEUTRAL:
+        _answer(op)
+
+
+def _of_norm(order: float = 2) -> float | None:
+    return {math.inf: 0.0, -math.inf: math.inf}.get(order)
+
+
+def _answer(op: Any) -> None:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+
+    def find(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        neutral = _NEUTRAL[op](args)
+        if neutral is not None:
+            at = _DIMS.get(op, len(args))
+            dims = args[at] if at < len(args) else None
+            given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            filled = [_filled(each, neutral, dims) for each in given]
+            args = (filled if isinstance(args[0], list | tuple) else filled[0], *args[1:])
+        handlers.pop(op, None)  # behind it is torch's way
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = find
+
+    handlers[op] = find
+
+
+def _filled(value: Any, neutral: float, dims: Any) -> Any:
+    local: Tensor | None = getattr(value, "_local_tensor", None)
+    if local is None or local.numel() or not value.numel() or not local.is_floating_point():
+        return value
+    if dims and all(local.shape[dim] for dim in dims):
+        return value  # there are numbers for each result
+    shape = [size or 1 for size in local.shape]
+    return DTensor(local.new_full(shape, neutral), value._spec, requires_grad=False)
