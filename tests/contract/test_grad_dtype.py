@@ -279,3 +279,21 @@ def _other_sizes() -> None:
 
 def test_frames_compiled_while_gradients_wait() -> None:
     run_ranks(2, _other_sizes)
+
+
+def _replaced() -> None:
+    """An optimizer steps a parameter that the model has no longer, with the gradient it got."""
+    model, run = _net(2, grad_dtype=BF16)
+    optimizer, old = torch.optim.AdamW(model.parameters(), lr=0.1), model.last.weight
+    _loss(run, 0).backward()
+    before = full(old.detach())
+    model.last = nn.Linear(24, 8)
+    with torch.no_grad():
+        run(torch.ones(4, 8))  # the model notices
+    optimizer.step()
+    assert old.grad is not None and old.grad.dtype is FP32
+    assert not torch.equal(full(old.detach()), before)
+
+
+def test_a_parameter_that_was_replaced_before_the_step() -> None:
+    run_ranks(2, _replaced)

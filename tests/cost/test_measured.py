@@ -81,13 +81,15 @@ def _agree(
     assert wanted == pytest.approx(found, rel=rel)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "inner"),
+    [(1, "eager"), (2, "eager"), (3, "eager"), (2, "inductor"), (3, "inductor")],
+)
 def test_two_ranks(stage: int, inner: str) -> None:
     _agree(stage, 2, inner, FEW, 0.01)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_four_ranks(stage: int) -> None:
     _agree(stage, 4, "eager", MORE, 0.05)
 

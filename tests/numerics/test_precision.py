@@ -57,7 +57,7 @@ def test_small_parameters_stay_replicated_and_are_cast() -> None:
     assert_same(got, want, rtol=0, keys=["losses", "params", "grads"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_through_inductor(stage: int) -> None:
     """Kernels that Inductor fuses keep fp32 between operations, where eager rounds to bf16."""
     precision = POLICIES["bf16_reduced_in_fp32"]

@@ -21,6 +21,7 @@ from zerofx.runtime.buffers import BufferSync
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.gathered import GatheredMemory
+from zerofx.runtime.gradients import widen_gradients
 from zerofx.runtime.handed_out import HandedOut
 from zerofx.runtime.handles import new_handle
 from zerofx.runtime.journal import Journal
@@ -210,13 +211,13 @@ class Session:
         if state.domain.secondary is not None:
             state.domain.secondary.drop(state)
 
-    def drop(self, gone: Iterable[ParamState]) -> None:
-        """Forget parameters that the model no longer has."""
-        dropped = {id(state): state for state in gone}
-        for state in dropped.values():
+    def drop(self, gone: Sequence[ParamState]) -> None:
+        """Forget parameters that the model no longer has; an optimizer may step them yet."""
+        widen_gradients(gone, (state.param for state in gone))
+        for state in gone:
             self._forget_values(state)
             self.codes.frozen.drop(state)
-        self.states[:] = [state for state in self.states if id(state) not in dropped]
+        self.states[:] = [state for state in self.states if state not in gone]
 
     def refuse_pending(self, params: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back."""

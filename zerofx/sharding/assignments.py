@@ -42,7 +42,7 @@ def drop_unowned(session: Session) -> None:
     for path, module in root.named_modules():
         for name, state in bound_states(module).items():
             places[id(state)].append(f"{path}.{name}".removeprefix("."))
-    session.drop(state for state in session.states if id(state) not in places)
+    session.drop([state for state in session.states if id(state) not in places])
     for state in session.states:
         names = places[id(state)]
         if state.spec.name not in names:
@@ -53,7 +53,7 @@ def _drop(candidates: list[ParamState], session: Session) -> None:
     root = session.root()
     modules = root.modules() if root is not None else ()
     owned = {id(state) for module in modules for state in bound_states(module).values()}
-    session.drop(state for state in candidates if id(state) not in owned)
+    session.drop([state for state in candidates if id(state) not in owned])
 
 
 def _joined(module: nn.Module, name: str, child: nn.Module | None) -> None:

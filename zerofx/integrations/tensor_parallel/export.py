@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerofx.checkpoint.export import cast_floats, full_state_dict, once, write_files
-from zerofx.checkpoint.ranks import Ranks
+from zerofx.checkpoint.ranks import all_ranks
 from zerofx.integrations.tensor_parallel.division import cut_of
 from zerofx.integrations.tensor_parallel.linear import Cut
 from zerofx.integrations.tensor_parallel.parts import TensorParallel
@@ -39,8 +39,7 @@ def export_joined(
         found = {name: _joined(value, cuts.get(name), parts) for name, value in mine.items()}
         return {name: cast_floats(value, dtype) for name, value in found.items()}
 
-    everyone = Ranks(tuple(range(dist.get_world_size())), None)
-    write_files(model, folder, sizes, collect, everyone, max_shard_bytes, dtype)
+    write_files(model, folder, sizes, collect, all_ranks(), max_shard_bytes, dtype)
 
 
 def _params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
