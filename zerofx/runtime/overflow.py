@@ -31,14 +31,14 @@ def mixed_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor
 def share_overflow(
     whole: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Make the first value of replicated gradients infinite if any rank's shards hold such values.
+    """Make the first value of some gradients infinite if any rank holds one that is not finite.
 
     Nothing is read back to the host, and finite gradients stay as they are.
 
     Args:
-        whole: gradients that all ranks hold alike.
-        parts: this rank's shards.
-        group: all ranks.
+        whole: gradients that are to tell, such as those that all ranks hold alike.
+        parts: of this rank, which are looked at.
+        group: of ranks that hear of each other.
     """
     overflow = ~torch.stack([part.isfinite().all() for part in parts]).all()
     flag = overflow.to(torch.int32)

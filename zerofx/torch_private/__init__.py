@@ -1,8 +1,8 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, given, joint,
-mixed, profiling, tensors, turns.
+Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, given, handlers,
+joint, mixed, profiling, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (

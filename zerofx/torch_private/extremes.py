@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zerofx.torch_private.handlers import HANDLERS, torchs_way
+
 _aten = torch.ops.aten
 _NEUTRAL: dict[Any, Callable[[tuple[Any, ...]], float | None]] = {
     _aten.max.default: lambda args: -math.inf,
@@ -27,35 +29,25 @@ _DIMS = {_aten.amax.default: 1, _aten.amin.default: 1, _aten.linalg_vector_norm.
 
 def find_extremes_of_empty_shards() -> None:
     """Let a rank without rows answer what changes no result; torch's kernels refuse to."""
-    for op in _NEUTRAL:
-        _answer(op)
+    HANDLERS.update(dict.fromkeys(_NEUTRAL, _find))
 
 
 def _of_norm(order: float = 2) -> float | None:
     return {math.inf: 0.0, -math.inf: math.inf}.get(order)
 
 
-def _answer(op: Any) -> None:
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-
-    def find(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        neutral = _NEUTRAL[op](args)
-        if neutral is not None:
-            at = _DIMS.get(op, len(args))
-            dims = args[at] if at < len(args) else None
-            given = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-            filled = [_filled(each, neutral, dims) for each in given]
-            args = (filled if isinstance(args[0], list | tuple) else filled[0], *args[1:])
-        handlers.pop(op, None)  # behind it is torch's way
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = find
-
-    handlers[op] = find
+def _find(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    neutral = _NEUTRAL[op](args)
+    if neutral is not None:
+        at = _DIMS.get(op, len(args))
+        dims = args[at] if at < len(args) else None
+        args = (_filled(args[0], neutral, dims), *args[1:])
+    return torchs_way(op, args, kwargs)
 
 
 def _filled(value: Any, neutral: float, dims: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_filled(each, neutral, dims) for each in value]
     local: Tensor | None = getattr(value, "_local_tensor", None)
     if local is None or local.numel() or not value.numel() or not local.is_floating_point():
         return value

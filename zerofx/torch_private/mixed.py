@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerofx.torch_private.foreach import lies_as
+from zerofx.torch_private.handlers import HANDLERS, Handler, torchs_way
 
 _ARITHMETIC = (
     *("add", "addcdiv", "addcmul", "copy", "div", "lerp", "maximum", "minimum", "mul", "rsub"),
@@ -19,10 +20,7 @@ _ARITHMETIC = (
 _COMPARISONS = ("allclose", "eq", "equal", "ge", "gt", "isclose", "le", "lt", "ne")
 
 
-Compute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def compute_mixed(compute: Compute, compare: Compute) -> None:
+def compute_mixed(compute: Handler, compare: Handler) -> None:
     """Have callbacks do what averages and comparisons of weights ask for.
 
     Args:
@@ -34,9 +32,8 @@ def compute_mixed(compute: Compute, compare: Compute) -> None:
     _meet(_COMPARISONS, compare)
 
 
-def _meet(names: Iterable[str], compute: Compute) -> None:
+def _meet(names: Iterable[str], compute: Handler) -> None:
     dispatcher = DTensor._op_dispatcher
-    handlers = dispatcher._custom_op_handlers
 
     def meet(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op._schema.is_mutable and _writes_in_place(args):
@@ -46,13 +43,9 @@ def _meet(names: Iterable[str], compute: Compute) -> None:
             found = compute(op, args, kwargs)
             if found is not NotImplemented:
                 return found
-        handlers.pop(op, None)  # behind it is torch's way
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = meet
+        return torchs_way(op, args, kwargs)
 
-    handlers.update((op, meet) for op in _overloads(names))
+    HANDLERS.update((op, meet) for op in _overloads(names))
 
 
 def _overloads(names: Iterable[str]) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from zerofx.integrations.tensor_parallel.linear import (
     cut_outputs,
     sum_tail,
 )
-from zerofx.integrations.tensor_parallel.rules import Rule, Way
+from zerofx.integrations.tensor_parallel.rules import Rule, Way, rule_for
 
 _COUNTS = (
     *("n_heads", "num_heads", "num_attention_heads", "num_attn_heads", "num_kv"),
@@ -60,14 +60,13 @@ def plan(model: nn.Module, rules: Sequence[Rule], size: int, *, strict: bool) ->
         UnsupportedError: a layer is of a class that is not known here.
     """
     _refuse_unfit(model)
-    kind = _kind(model)
     shared = _shared(model)
     held: dict[str, Held] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim < 2:
             continue
-        rule = next((rule for rule in rules if rule.fits(f"{name}.weight", kind)), None)
+        rule = rule_for(f"{name}.weight", rules, model)
         if rule is not None and rule.way not in ("whole", "summed"):
             held[name] = _held(name, module, rule, size, tied=id(weight) in shared)
         elif rule is None and strict and isinstance(module, nn.Linear):
@@ -192,9 +191,8 @@ def mark(model: nn.Module, held: dict[str, Held], rules: Sequence[Rule]) -> None
             setattr(each.linear.weight, _CUT, each.cut)
         if each.cut is not None and each.cut.dim == 0 and each.linear.bias is not None:
             setattr(each.linear.bias, _CUT, each.cut)
-    kind = _kind(model)
     for name, param in model.named_parameters():
-        rule = next((rule for rule in rules if rule.fits(name, kind)), None)
+        rule = rule_for(name, rules, model)
         if rule is not None and rule.way == "summed":
             setattr(param, _SUMMED, True)
 
@@ -210,10 +208,6 @@ def is_summed(param: Tensor) -> bool:
 
 
 _CUT, _SUMMED = "tensor_parallel_cut", "tensor_parallel_summed"
-
-
-def _kind(model: nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
 
 
 def share_random_numbers(src: int, group: torch.distributed.ProcessGroup) -> None:

@@ -26,6 +26,7 @@ from zerofx.integrations.tensor_parallel.division import (
 from zerofx.integrations.tensor_parallel.linear import Place
 from zerofx.integrations.tensor_parallel.rules import Rule, rules_in
 from zerofx.runtime.handles import states_by_param
+from zerofx.runtime.overflow import share_overflow
 from zerofx.torch_private import name_of
 
 _MOST_APART = 0.05  # of a norm; what GPUs add up in any order differs by less
@@ -146,15 +147,9 @@ class TensorParallel:
     def share_overflow(self, params: Iterable[Tensor]) -> None:
         """Make a gradient infinite where that of another part is not finite."""
         grads = [_local(param.grad) for param in params if param.grad is not None]
-        grads = [grad for grad in grads if grad.numel()]
-        finite = [grad.isfinite().all() for grad in grads]
-        flag = torch.zeros((), dtype=torch.int32, device=self.mesh.device_type)
-        if finite:
-            flag = (~torch.stack(finite).all()).to(torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
-        if grads:
-            first = grads[0].view(-1)[:1]
-            first.copy_(torch.where(flag > 0, torch.inf, first))
+        held = [grad for grad in grads if grad.numel()]
+        if held:  # ranks that share a model hold equally much of it
+            share_overflow(held[:1], held, self.group)
 
     def clip_grad_norm_(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, with the 2-norm of the whole model.

@@ -65,6 +65,12 @@ class Rule:
         return Cut(dim, sections)
 
 
+def rule_for(name: str, rules: Sequence[Rule], model: nn.Module) -> Rule | None:
+    """The first rule that is for a parameter of a model."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return next((rule for rule in rules if rule.fits(name, kind)), None)
+
+
 _SIDES = ("outputs", "inputs")
 
 
