@@ -188,6 +188,9 @@ def _follows(stage: int) -> None:
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), 3)
     train(run, torch.optim.SGD(model.parameters(), lr=0.1), 3)
     same(model, ddp, rtol=1e-6)
+    plain = torch.zeros(model.key.weight.shape)
+    with torch.no_grad():  # Dynamo must not have lost the way of such sums
+        assert torch.equal(plain + model.key.weight, full(model.key.weight))
 
 
 @pytest.mark.parametrize("stage", STAGES)
