@@ -26,6 +26,7 @@ from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
 from zerofx.passes.changes import after, before, replace, without
 from zerofx.passes.registry import register_pass
+from zerofx.torch_private import leave_to_python
 
 if TYPE_CHECKING:
     from zerofx import checkpoint
@@ -62,6 +63,8 @@ _HOMES = {
     "from_deepspeed": "zerofx.integrations.deepspeed.translate",
 }
 """Where names are that few programs need: imported when they are asked for."""
+
+leave_to_python("zerofx.api", "zerofx.runtime", "zerofx.sharding", "zerofx.torch_private")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from tests.contract.loops import (
     compiled,
     config,
     data,
-    full,
     net,
     refused,
     sgd,
@@ -68,29 +67,6 @@ def _averages(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_averages_of_a_copy_from_before(stage: int) -> None:
     run_ranks(2, _averages, stage)
-
-
-def _averages_between_graph_breaks() -> None:
-    """Dynamo skips a loop that breaks its graph, and would compile what `DTensor` asks instead."""
-    model = net()
-    copied = copy.deepcopy(model)
-    train(compiled(model, 1), sgd(model), 1)
-
-    @torch.compile(backend="eager")
-    def average() -> None:
-        with torch.no_grad():
-            for e, p in zip(copied.parameters(), model.parameters(), strict=True):
-                e.lerp_(p, 0.1)
-                torch._dynamo.graph_break()
-
-    before = [param.detach().clone() for param in copied.parameters()]
-    average()
-    for e, p, old in zip(copied.parameters(), model.parameters(), before, strict=True):
-        close(e.detach(), 0.9 * old + 0.1 * full(p), "average")
-
-
-def test_averages_between_graph_breaks() -> None:
-    run_ranks(2, _averages_between_graph_breaks)
 
 
 def _averaged_models() -> None:

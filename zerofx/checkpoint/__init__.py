@@ -12,6 +12,7 @@ from zerofx.checkpoint.newest import latest
 from zerofx.checkpoint.source import Source, Stored
 from zerofx.checkpoint.store import Saving, async_save, load, save
 from zerofx.checkpoint.writer import AtomicWriter
+from zerofx.torch_private import leave_to_python
 
 __all__ = [
     "AtomicWriter",
@@ -28,3 +29,5 @@ __all__ = [
     "to_dcp",
     "to_safetensors",
 ]
+
+leave_to_python("zerofx.checkpoint")

@@ -26,7 +26,6 @@ from zerofx.torch_private import (
     fake_mode_of,
     inside_transform,
     local_part,
-    skip_frames_of,
     storage_key,
 )
 
@@ -219,9 +218,6 @@ KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
 # AOTAutograd compares the classes of fake and real inputs.
 for _kind in KINDS:
     setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
-
-# At a graph break Dynamo would compile the frame of a property that reads itself.
-skip_frames_of(cast(Any, Sharded.data).fget)
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data

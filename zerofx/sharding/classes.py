@@ -32,7 +32,6 @@ from zerofx.torch_private import (
     below_transforms,
     inside_transform,
     local_part,
-    skip_frames_of,
 )
 
 _READS = "_zerofx_reads"
@@ -216,7 +215,6 @@ def _parameter_property(name: str) -> property:
         unbind(self, [name])
         setattr(self, name, value)
 
-    skip_frames_of(read)  # inlined where Dynamo meets it, but no frame of its own
     return property(read, write)
 
 
@@ -233,11 +231,6 @@ def _in_forward() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-# Guards may read a property while Dynamo watches for frames to compile.
-skip_frames_of(_in_forward)
-skip_frames_of(backward_id)
 
 
 def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

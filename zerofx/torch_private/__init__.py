@@ -1,8 +1,8 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, given, handlers,
-joint, mixed, profiling, tensors, turns.
+Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames, given,
+handlers, joint, mixed, profiling, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -35,7 +35,6 @@ from zerofx.torch_private.compiler import (
     records_cuda_graphs,
     restart_dynamo,
     run_boxed,
-    skip_frames_of,
     trace_and_compile,
     trace_apart,
     trace_artifact,
@@ -65,6 +64,7 @@ from zerofx.torch_private.foreach import (
     foreach_by_default,
     update_local_tensors,
 )
+from zerofx.torch_private.frames import leave_to_python
 from zerofx.torch_private.given import before_forwards, mix_while_tracing, stop_mixing
 from zerofx.torch_private.joint import (
     dynamo_input_of,
@@ -155,6 +155,7 @@ __all__ = [
     "is_tracing",
     "joined",
     "kept_by_running_function",
+    "leave_to_python",
     "live_ranks",
     "local_part",
     "local_parts",
@@ -178,7 +179,6 @@ __all__ = [
     "settled",
     "shares_storage",
     "size_hint",
-    "skip_frames_of",
     "stated_dtype",
     "stop_mixing",
     "storage_key",

@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo import eval_frame
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import FakeRootModule
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -239,11 +238,6 @@ def run_boxed(owner: nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:
     """
     graph.set_codegen(_BoxedCodeGen())
     return fx.GraphModule(owner, graph).forward
-
-
-def skip_frames_of(function: Callable[..., Any]) -> None:
-    """Let Dynamo never compile `function` as a frame of its own; it still inlines calls of it."""
-    skip_code(function.__code__)
 
 
 def past_recompile_limit() -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zerofx.torch_private.handlers import handle, torchs_way
+from zerofx.torch_private.handlers import HANDLERS, torchs_way
 
 _aten = torch.ops.aten
 _NEUTRAL: dict[Any, Callable[[tuple[Any, ...]], float | None]] = {
@@ -29,7 +29,7 @@ _DIMS = {_aten.amax.default: 1, _aten.amin.default: 1, _aten.linalg_vector_norm.
 
 def find_extremes_of_empty_shards() -> None:
     """Let a rank without rows answer what changes no result; torch's kernels refuse to."""
-    handle(_NEUTRAL, _find)
+    HANDLERS.update(dict.fromkeys(_NEUTRAL, _find))
 
 
 def _of_norm(order: float = 2) -> float | None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 
-from zerofx.torch_private.handlers import handle
+from zerofx.torch_private.handlers import HANDLERS
 
 
 def count_foreach_writes(cleared: Callable[[Tensor], None]) -> None:
@@ -29,18 +29,18 @@ def count_foreach_writes(cleared: Callable[[Tensor], None]) -> None:
         for tensor in args[0]:
             cleared(tensor)
 
-    handle(_in_place("_foreach_"), _write)
-    handle([torch.ops.aten._foreach_zero_.default], clear)
+    HANDLERS.update((op, _write) for op in _in_place("_foreach_"))
+    HANDLERS[torch.ops.aten._foreach_zero_.default] = clear
 
 
 def compute_pointwise() -> None:
     """Let functions that return lists take plain tensors beside `DTensor`s, as optimizers do."""
-    handle(_pointwise(), _compute)
+    HANDLERS.update((op, _compute) for op in _pointwise())
 
 
 def update_local_tensors() -> None:
     """Let fused optimizers run on local tensors; torch's way costs 6 µs a parameter more."""
-    handle(_in_place("_fused_"), _update)
+    HANDLERS.update((op, _update) for op in _in_place("_fused_"))
 
 
 def foreach_by_default(*kinds: type[DTensor]) -> None:

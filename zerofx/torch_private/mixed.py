@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerofx.torch_private.foreach import lies_as
-from zerofx.torch_private.handlers import Handler, handle, torchs_way
+from zerofx.torch_private.handlers import HANDLERS, Handler, torchs_way
 
 _ARITHMETIC = (
     *("add", "addcdiv", "addcmul", "copy", "div", "lerp", "maximum", "minimum", "mul", "rsub"),
@@ -45,7 +45,7 @@ def _meet(names: Iterable[str], compute: Handler) -> None:
                 return found
         return torchs_way(op, args, kwargs)
 
-    handle(_overloads(names), meet)
+    HANDLERS.update((op, meet) for op in _overloads(names))
 
 
 def _overloads(names: Iterable[str]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.torch_private.handlers import handle
+from zerofx.torch_private.handlers import HANDLERS
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
@@ -108,8 +108,8 @@ def stated_dtype(value: DTensor) -> torch.dtype:
 
 def clamp_whole() -> None:
     """Let `norm.clamp_(…)` mean the norm of the whole tensor, where torch refuses: of parts."""
-    aten = torch.ops.aten
-    handle([aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default], _clamp)
+    for name in ("clamp_", "clamp_min_", "clamp_max_"):
+        HANDLERS[getattr(torch.ops.aten, name).default] = _clamp
 
 
 def _clamp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -134,7 +134,7 @@ def read_scalars_whole(gather: Callable[[DTensor], Tensor]) -> None:
         there = all(placement.is_replicate() for placement in value.placements)
         return (value._local_tensor if there else gather(value)).item()
 
-    handle([torch.ops.aten._local_scalar_dense.default], read)
+    HANDLERS[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def below_transforms(value: Any) -> Any:

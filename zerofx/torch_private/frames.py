@@ -1,0 +1,46 @@
+"""Functions that Dynamo leaves to Python."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+
+def leave_to_python(*packages: str) -> None:
+    """Let Dynamo compile no frame of functions of `packages`, nor of what these call.
+
+    Where it skips a function of the user's, as it does a loop with a graph break, it tries those
+    that are called from there; guards, too, may read a property. Ours gain nothing, and lose: it
+    writes dictionaries back as they were when it compiled, and stops at what it does not know. It
+    still inlines calls of them.
+
+    Args:
+        packages: names of packages; what is imported of them so far.
+    """
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith(packages):
+            for code in _codes(vars(module).values(), name):
+                set_code_exec_strategy(code, skip)
+
+
+def _codes(values: Any, module: str) -> Iterator[CodeType]:
+    """Of the functions that a module defines, with those inside of them and of its classes."""
+    for value in values:
+        if isinstance(value, property):
+            yield from _codes((value.fget, value.fset), module)
+        elif isinstance(value, type):
+            if value.__module__ == module:
+                yield from _codes(tuple(vars(value).values()), module)
+        elif isinstance(value, CodeType):
+            yield value
+            yield from _codes(value.co_consts, module)
+        else:
+            function = getattr(value, "__wrapped__", value)
+            if isinstance(function, FunctionType) and function.__module__ == module:
+                yield from _codes((function.__code__,), module)
