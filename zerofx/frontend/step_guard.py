@@ -145,7 +145,8 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
             "were not sharded (Dynamo skipped the code that reads them, as it does with "
             "nn.Sequential and the like under model.compile(); the stage was left open, "
             'backend="zero", and a forward calls nn.LSTM or breaks its graph in a loop; Dynamo ran '
-            "into its recompile limit; or a part of the model was compiled alone)",
+            "into its recompile limit; a part of the model was compiled alone; or a function that "
+            "another torch.compile compiles calls the model)",
             "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "
             "first forward; or, if the reason is one of the others, compile with "
             "torch.compile(model, …), or raise torch._dynamo.config.recompile_limit; models that "
