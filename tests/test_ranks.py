@@ -167,7 +167,7 @@ def test_a_crash_in_a_native_thread_runs_once_more_and_is_shown(
     [
         (
             _hang_over_a_crash,
-            3,
+            2,
             r"of a fatal signal.*: (python|pt_main_thread), state S",
             "no answer",
         ),

@@ -89,9 +89,8 @@ def test_two_ranks(stage: int, inner: str) -> None:
     _agree(stage, 2, inner, FEW, 0.01)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_four_ranks(stage: int) -> None:
-    _agree(stage, 4, "eager", MORE, 0.05)
+def test_four_ranks() -> None:
+    _agree(3, 4, "eager", MORE, 0.05)
 
 
 def test_codes() -> None:
