@@ -251,6 +251,9 @@ def _refused() -> None:
     few: Any = Gpt()
     few.blocks[0].num_heads = 3
     cases.append((few, {"layer_specs": SPECS}, ConfigError, "num_heads 3"))
+    adapted: Any = Gpt()
+    adapted.head.base_layer = nn.Linear(2, 2)
+    cases.append((adapted, {"layer_specs": SPECS}, UnsupportedError, "adapters"))
     odd = nn.Sequential(nn.Linear(4, 5))
     cases.append((odd, {"layer_specs": [{"patterns": ["0"]}]}, ConfigError, "5 outputs"))
     for model, keys, error, match in cases:

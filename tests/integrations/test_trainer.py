@@ -83,7 +83,7 @@ def accuracy(found: Any) -> dict[str, float]:
 def trainer_of(
     stage: int | None, folder: str, model: Any = None, zero: Any = None, **changes: Any
 ) -> Any:
-    """zerofx's Trainer at a stage, or transformers' own."""
+    """zerofx's Trainer at a stage, or as `zero` says, or transformers' own."""
     from zerofx.integrations import Trainer
 
     fresh_state()
@@ -111,9 +111,9 @@ def trainer_of(
         "compute_metrics": accuracy,
     }
     model = tiny() if model is None else model
-    if stage is None:
+    if stage is None and zero is None:
         return transformers.Trainer(model, arguments, **kwargs)
-    return Trainer(model, arguments, zero=zero or config_of(stage), **kwargs)
+    return Trainer(model, arguments, zero=zero or config_of(stage or 3), **kwargs)
 
 
 def values_of(model: Any) -> dict[str, Tensor]:

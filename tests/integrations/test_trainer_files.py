@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import zerofx
-from tests.integrations.data_files import DRAWN
+from tests.integrations.data_files import DRAWN, PACKED
 from tests.integrations.examples import BASE, nested
 from tests.integrations.loops import fresh_state
 from tests.integrations.test_trainer import Texts, tiny, trainer_of
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.data_keys import SAMPLING
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -94,21 +95,20 @@ def test_the_flag_of_deepspeed_names_a_file(tmp_path: Path) -> None:
 
 
 def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:
-    from zerofx.integrations.recipe import agreed_config
+    from zerofx.integrations.recipe import refuse_disagreement
 
     args = transformers.TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, use_cpu=True
     )
     against = {
-        "gradient_allreduce_op": "sum",
         "gradient_clipping": 0.5,
-        "sequence_parallel_size": 2,
-        "checkpoint.use_node_local_storage": True,
+        "dataloader_drop_last": True,
+        f"{SAMPLING}.num_workers": 3,
     }
     for key, value in against.items():
-        file = nested({"train_micro_batch_size_per_gpu": 2, key: value})
+        file = nested({"train_micro_batch_size_per_gpu": 2, **DRAWN, key: value})
         with pytest.raises(ConfigError, match=f"{key}: {value} in the file"):
-            agreed_config(zerofx.from_deepspeed(file, world_size=2), args)
-    drawing = zerofx.from_deepspeed(nested({**BASE, **DRAWN}), world_size=2)
-    with pytest.raises(ConfigError, match="data_efficiency: enabled in the file"):
-        agreed_config(drawing, args)
+            refuse_disagreement(zerofx.from_deepspeed(file, world_size=2), args)
+    packed = zerofx.from_deepspeed(nested({**BASE, **PACKED}), world_size=2)
+    with pytest.raises(ConfigError, match="name a scheduler"):
+        refuse_disagreement(packed, args)

@@ -1,8 +1,8 @@
 """Programs of other libraries: loops and adapters of Hugging Face; Lightning; files of DeepSpeed.
 
 The libraries are optional (`pip install 'zerofx[hf]'`, `'zerofx[lightning]'`), and imported when a
-name is asked for. Modules: accelerator, trainer, adapters, embeddings, recipe, reports,
-lightning. Packages: deepspeed.
+name is asked for. Modules: accelerator, recipe_accelerator, samples, stepping, trainer, adapters,
+embeddings, recipe, reports, lightning. Packages: deepspeed, tensor_parallel.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerofx
-from zerofx import checkpoint
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.integrations.deepspeed.recipe import Recipe
+from zerofx.integrations.recipe_accelerator import RecipeAccelerator
 from zerofx.runtime.in_place import full
 from zerofx.runtime.params import params_of
 from zerofx.sharding.refuse import refuse_wrappers
@@ -28,7 +29,7 @@ _FOLDER = "zerofx_{}"
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(RecipeAccelerator):
     """`accelerate.Accelerator` over zerofx: the loop is Accelerate's, word for word.
 
     `prepare` shards models in place and compiles them in place, so that a prepared model is the
@@ -36,36 +37,39 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         zero: stage and options of every prepared model; by default stage 3, or those of a model
-            that is sharded already.
+            that is sharded already. Or what `zerofx.from_deepspeed` returns: models are cast,
+            divided and routed, ranks take samples, and steps are taken, as its file says.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
-        cast: called with a model before it is sharded, such as `Recipe.cast_model`.
-        scaler: scales losses, as `zerofx.GradScaler` does; by default Accelerate's own, if
-            `mixed_precision` is `fp16`.
+        layer: class of the layers that the file's `random_ltd` routes; by default the one that a
+            model of transformers names.
+        scaler: scales losses, as `zerofx.GradScaler` does; by default the file's, else Accelerate's
+            own, if `mixed_precision` is `fp16`.
         kwargs: those of `accelerate.Accelerator`; `cpu` is true by default where there is no GPU.
 
     Raises:
         ConfigError: another library is to distribute or compile, too; names the option. Or
-            Accelerate counts one process where there are several.
+            Accelerate counts one process where there are several, or the file contradicts it.
     """
 
     def __init__(
         self,
-        zero: ZeroConfig | None = None,
+        zero: ZeroConfig | Recipe | None = None,
         *,
         compile_kwargs: Mapping[str, Any] | None = None,
-        cast: Callable[[nn.Module], None] | None = None,
+        layer: type[nn.Module] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
         # Without being told so, Accelerate takes ranks on CPUs for processes that are alone.
         kwargs.setdefault("cpu", not torch.accelerator.is_available())
-        super().__init__(**kwargs)
-        self.scaler: Any = scaler or self.scaler
-        self._zero = zero
-        self._cast = cast
+        recipe = zero if isinstance(zero, Recipe) else None
+        super().__init__(recipe, layer, scaler, **kwargs)
+        self._zero = zero if isinstance(zero, ZeroConfig) else None
         self._compile_kwargs = dict(compile_kwargs or {})
         self._refuse_rivals()
         self._refuse_counting_alone()
+        if recipe is not None:
+            self._zero = dataclasses.replace(recipe.config, accumulate=1)  # Accelerate counts
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -88,8 +92,8 @@ class Accelerator(accelerate.Accelerator):
         # "For evaluation" is Accelerate's way to say: mixed precision, but no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         session = session_of(plain)
-        if session is None and self._cast is not None:
-            self._cast(plain)
+        if session is None:
+            self.change(plain)
         if session is None or self._zero is not None:
             zerofx.shard(plain, self._zero)
             session = session_of(plain)
@@ -109,29 +113,12 @@ class Accelerator(accelerate.Accelerator):
         with zerofx.no_sync(model):
             yield
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo the scale in the gradients of one optimizer, of several, or of all prepared ones."""
-        if self.scaler is None:
-            return
-        given = self._optimizers if optimizer is None else optimizer
-        for each in given if isinstance(given, (list, tuple)) else (given,):
-            self.scaler.unscale_(each.optimizer if hasattr(each, "optimizer") else each)
-
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: int = 2
     ) -> Tensor | None:
         """Clip, and return the norm over all ranks: a plain tensor of no dimensions."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return full(norm)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Full values on the host of rank 0, an empty dict elsewhere; every rank calls it.
-
-        Args:
-            model: prepared.
-            unwrap: makes no difference: names are those of the plain model.
-        """
-        return checkpoint.full_state_dict(model)
 
     def save_state(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -142,7 +129,8 @@ class Accelerator(accelerate.Accelerator):
         """Save everything; every rank calls it, and writes the rows that it owns.
 
         Accelerate writes schedulers, samplers, random states and registered objects. Models and
-        optimizers follow in folders `zerofx_0`, … of `torch.distributed.checkpoint`. Hooks of
+        optimizers follow in folders `zerofx_0`, … of `torch.distributed.checkpoint`, or in one for
+        each part of a model below. Hooks of
         `register_save_state_pre_hook` get no models.
 
         Args:
@@ -161,7 +149,7 @@ class Accelerator(accelerate.Accelerator):
                 super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
             )
         for number, (model, optimizer) in enumerate(pairs):
-            checkpoint.save(Path(folder) / _FOLDER.format(number), model, optimizer)
+            self.save_shards(Path(folder) / _FOLDER.format(number), model, optimizer)
         return folder
 
     def load_state(
@@ -184,7 +172,7 @@ class Accelerator(accelerate.Accelerator):
 
             def read(_: list[nn.Module], folder: str) -> None:
                 for number, (model, optimizer) in enumerate(pairs):
-                    checkpoint.load(Path(folder) / _FOLDER.format(number), model, optimizer)
+                    self.load_shards(Path(folder) / _FOLDER.format(number), model, optimizer)
 
             hook = self.register_load_state_pre_hook(read)
             try:

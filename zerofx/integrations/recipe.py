@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from zerofx.config import ZeroConfig
+from torch import nn
+
 from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.data_keys import BATCHING, SAMPLING
 from zerofx.integrations.deepspeed.recipe import Recipe
+from zerofx.torch_private import unwrap_compiled
 
 
 def auto_values(args: Any) -> dict[str, Any]:
@@ -36,39 +39,66 @@ def auto_values(args: Any) -> dict[str, Any]:
     }
 
 
-def agreed_config(recipe: Recipe, args: Any) -> ZeroConfig:
-    """The options of the file, once its sizes are seen to be those of the arguments.
+def refuse_disagreement(recipe: Recipe, args: Any) -> None:
+    """See that what a trainer does by its arguments is what the file says.
 
     Raises:
-        ConfigError: they are not, or the file casts by autocast, which the arguments do; names the
+        ConfigError: it is not, or the file casts by autocast, which the arguments do; names the
             keys.
     """
-    drops_last = args.dataloader_drop_last
-    pairs = {
-        "train_micro_batch_size_per_gpu": (recipe.batch.micro, args.per_device_train_batch_size),
-        "gradient_accumulation_steps": (
-            recipe.batch.accumulation,
-            args.gradient_accumulation_steps,
-        ),
-        "gradient_clipping": (recipe.gradient_clipping, args.max_grad_norm),
-        "torch_autocast": (recipe.autocast_dtype, None),
-        "sequence_parallel_size": (recipe.batch.sharing, 1),
-        "tensor_parallel.autotp_size": (recipe.batch.splitting, 1),
-        "gradient_allreduce_op": ("sum" if recipe.sums_gradients else "mean", "mean"),
-        "data_efficiency": ("enabled" if recipe.sampling or recipe.routing else "off", "off"),
-        "dataloader_drop_last": (drops_last or recipe.drop_last, drops_last),
-        "checkpoint.use_node_local_storage": (recipe.node_local, False),
+    both = {
+        "dataloader_drop_last": (recipe.drop_last, args.dataloader_drop_last),
+        f"{SAMPLING}.num_workers": (recipe.loader["num_workers"], args.dataloader_num_workers),
+        f"{SAMPLING}.pin_memory": (recipe.loader["pin_memory"], args.dataloader_pin_memory),
     }
+    refuse_contradictions(
+        {
+            "train_micro_batch_size_per_gpu": (
+                recipe.batch.micro,
+                args.per_device_train_batch_size,
+            ),
+            "gradient_accumulation_steps": (
+                recipe.batch.accumulation,
+                args.gradient_accumulation_steps,
+            ),
+            "gradient_clipping": (recipe.gradient_clipping, args.max_grad_norm),
+            # What the file does not say, the arguments may.
+            **{key: (file or wanted, wanted) for key, (file, wanted) in both.items()},
+        },
+        "the trainer",
+        'write "auto" in the file and pass from_deepspeed(path, auto=auto_values(args))',
+    )
+    if recipe.sampling is not None and recipe.sampling.scales_rates and recipe.shape is None:
+        raise ConfigError(
+            f"{BATCHING} scales the learning rates of a schedule, and the file has none",
+            'name a scheduler in it, or say "lr_scaling_method": "none"',
+        )
+
+
+def refuse_contradictions(pairs: Mapping[str, tuple[Any, Any]], whom: str, remedy: str) -> None:
+    """Raise a `ConfigError` that names the keys whose two values are not the same."""
     against = [
-        f"{key}: {file} in the file, {wanted} for the trainer"
+        f"{key}: {file} in the file, {wanted} for {whom}"
         for key, (file, wanted) in pairs.items()
         if file != wanted
     ]
     if against:
+        raise ConfigError(f"the file contradicts {whom}", remedy, against)
+
+
+def layer_of(model: nn.Module, number: int) -> type[nn.Module]:
+    """The class of a model's layers, of which there are so many: one that it keeps in one piece.
+
+    Raises:
+        ConfigError: it says nothing of the kind, or of several.
+    """
+    named = getattr(unwrap_compiled(model), "_no_split_modules", None) or ()
+    classes = [type(module) for module in model.modules() if type(module).__name__ in named]
+    found = {each for each in classes if classes.count(each) == number}
+    if len(found) != 1:
         raise ConfigError(
-            "the file contradicts the trainer's arguments",
-            'write "auto" in the file and pass from_deepspeed(path, auto=auto_values(args)); say '
-            "bf16 or fp16 in the file instead of autocast",
-            against,
+            f"random_ltd has {number} layers, and {type(model).__name__} does not say which of its "
+            "modules they are",
+            "pass their class: layer=…, to Trainer or Accelerator",
         )
-    return dataclasses.replace(recipe.config, accumulate=1)  # the trainer counts
+    return found.pop()

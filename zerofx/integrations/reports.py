@@ -1,4 +1,4 @@
-"""What a `ds_config.json` has a `Trainer` print and check while it trains."""
+"""What a `ds_config.json` has a `Trainer` print while it trains."""
 
 from __future__ import annotations
 
@@ -38,10 +38,6 @@ class Reports(transformers.TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open monitors, and show the table."""
         self._report = self._recipe.make_report(kwargs["optimizer"], self._scaler)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse parameters without gradients, if the file does."""
-        self._recipe.check_gradients(kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing is recorded any more."""

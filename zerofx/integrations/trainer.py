@@ -5,23 +5,32 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import ProjectConfiguration
 from torch import nn
+from torch.utils.data import DataLoader
 
 import zerofx
-from zerofx import checkpoint as sharded
 from zerofx.config import ZeroConfig
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.accelerator import Accelerator
 from zerofx.integrations.adapters import adapter_state_dict, load_adapters
 from zerofx.integrations.deepspeed.recipe import Recipe
-from zerofx.integrations.recipe import agreed_config, auto_values
+from zerofx.integrations.deepspeed.sampling import DataSampler
+from zerofx.integrations.recipe import auto_values, refuse_disagreement
 from zerofx.integrations.reports import Reports
+from zerofx.integrations.samples import (
+    EpochSampler,
+    draw_from,
+    refuse_more_epochs,
+    sum_over_sequence,
+    with_sampler,
+)
 
 _FOLDER = "zerofx"
 _SCHEDULER = "scheduler.pt"
@@ -54,6 +63,10 @@ class TrainerMixin(_Base):
             loss scaling and reports are used if its file names them. By default the file that
             `TrainingArguments` of this package names (`--deepspeed`), else stage 3.
         compile_kwargs: for `nn.Module.compile`: `dynamic`, `fullgraph`, `mode`.
+        layer: class of the layers that the file's `random_ltd` routes; by default the one that the
+            model names.
+        make_sampler: called with the training data where the file draws samples; by default the
+            recipe's.
         args, kwargs: those of the trainer.
 
     Raises:
@@ -65,11 +78,15 @@ class TrainerMixin(_Base):
         *args: Any,
         zero: ZeroConfig | Recipe | None = None,
         compile_kwargs: Mapping[str, Any] | None = None,
+        layer: type[nn.Module] | None = None,
+        make_sampler: Callable[[Any], DataSampler] | None = None,
         **kwargs: Any,
     ) -> None:
         self._recipe = None if zero is None or isinstance(zero, ZeroConfig) else zero
         self._zero = zero if isinstance(zero, ZeroConfig) else None
-        self._compile_kwargs = compile_kwargs
+        self._our_kwargs = {"compile_kwargs": compile_kwargs, "layer": layer}
+        self._make_sampler = make_sampler
+        self._sampler: EpochSampler | None = None
         self._reports: Reports | None = None
         super().__init__(*args, **kwargs)
         if self._reports is not None:
@@ -81,33 +98,59 @@ class TrainerMixin(_Base):
         named = getattr(self.args, "zero_file", None)
         if named and self._recipe is None and self._zero is None:
             self._recipe = zerofx.from_deepspeed(named, auto=auto_values(self.args))
-        super().create_accelerator_and_postprocess()
-        scaler = None
         if self._recipe is not None:
-            self._zero = agreed_config(self._recipe, self.args)
-            made = self._recipe.make_scaler(self.args.device.type)
-            self._reports = Reports(self._recipe, made)
-            scaler = made if self._recipe.scaling.enabled else None
+            refuse_disagreement(self._recipe, self.args)
+            self.args.save_on_each_node |= self._recipe.node_local  # the trainer's own files, too
+        super().create_accelerator_and_postprocess()
+        _refuse_lost_best(self.args, self._recipe)
         self.accelerator = Accelerator(
-            self._zero,
-            compile_kwargs=self._compile_kwargs,
-            cast=None if self._recipe is None else self._recipe.cast_model,
-            scaler=scaler,
+            self._zero if self._recipe is None else self._recipe,
+            project_config=ProjectConfiguration(save_on_each_node=self.args.save_on_each_node),
+            **self._our_kwargs,
             **self._accelerator_arguments,
         )
+        if self._recipe is not None:
+            idle = self._recipe.make_scaler(self.args.device.type)
+            scaler = self.accelerator.scaler if self._recipe.scaling.enabled else idle
+            self._reports = Reports(self._recipe, scaler)
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics,
             use_gather_object=self.args.eval_use_gather_object,
         )
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """As transformers does, or with the samples that the file draws."""
+        loader: Any = super().get_train_dataloader()
+        if self._recipe is None or self._recipe.sampling is None:
+            return loader
+        drawn = draw_from(loader.dataset, self._make_sampler or self._recipe.make_sampler)
+        epochs, each = self._recipe.sampling.num_epochs, self._recipe.batch.accumulation
+        self._sampler = EpochSampler(drawn, epochs, each, lambda: self.state.global_step)
+        refuse_more_epochs(self._sampler, self.args)
+        return self.accelerator.prepare(with_sampler(loader, self._sampler))
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch; a file of DeepSpeed may have its time taken."""
-        if self._reports is None:
+        if self._recipe is None or self._reports is None:
             return super().training_step(*args, **kwargs)
         with self._reports.measure("forward and backward"):
             loss = super().training_step(*args, **kwargs)
+        # Those of a sequence add up, and the mean over ranks is shown.
+        loss = loss * self._recipe.batch.sharing
         self._reports.heard(loss)
         return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As transformers does; losses of ranks that share a sequence are added up."""
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        if loss is not None and self._recipe is not None and self._recipe.batch.sharing > 1:
+            loss = sum_over_sequence(self.accelerator, loss, self._recipe.batch)
+        return loss, logits, labels
+
+    def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
+        """Samples of a step; those that ranks share count once."""
+        size = super().get_total_train_batch_size(args)
+        return size if self._recipe is None else size // self._recipe.batch.alike
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers does, or as the recipe says; biases and norms do not decay."""
@@ -132,17 +175,21 @@ class TrainerMixin(_Base):
         """As transformers does, or as the recipe says."""
         if self._recipe is None or self._recipe.shape is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        schedule: Any = self._recipe.make_scheduler(optimizer or self.optimizer)
+        drawn = None if self._sampler is None else self._sampler.drawn
+        schedule: Any = self._recipe.make_scheduler(optimizer or self.optimizer, drawn)
         self.lr_scheduler, self._created_lr_scheduler = schedule, True
         return schedule
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write full weights, or adapters, as `from_pretrained` reads them; every rank calls it."""
+        folder = output_dir or self.args.output_dir
         state = adapter_state_dict(self.model)
         if state is None:
-            state = sharded.full_state_dict(self.model)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+            state = self.accelerator.get_state_dict(self.model)
+        if self.is_world_process_zero():
+            self._save(folder, state_dict=state)
+        elif self.args.should_save:  # on the disk of another node, where no full weights are
+            os.makedirs(folder, exist_ok=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -151,7 +198,7 @@ class TrainerMixin(_Base):
         return self._accelerator_arguments
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        sharded.save(Path(output_dir) / _FOLDER, self.model, _inner(self.optimizer))
+        self.accelerator.save_shards(Path(output_dir) / _FOLDER, self.model, _inner(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
@@ -159,13 +206,14 @@ class TrainerMixin(_Base):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        if not (folder / _FOLDER).is_dir():
+        shared = not self.args.save_on_each_node  # else loading says what which node lacks
+        if shared and not (folder / _FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} holds no sharded optimizer state (folder {_FOLDER})",
                 "resume from a checkpoint that this trainer wrote without save_only_model; "
                 "from_pretrained reads the weights of any",
             )
-        sharded.load(folder / _FOLDER, self.model, _inner(self.optimizer))
+        self.accelerator.load_shards(folder / _FOLDER, self.model, _inner(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
 
     def _load_from_checkpoint(
@@ -176,7 +224,7 @@ class TrainerMixin(_Base):
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
         if (best / _FOLDER).is_dir():
-            sharded.load(best / _FOLDER, self.model)
+            self.accelerator.load_shards(best / _FOLDER, self.model)
         elif not load_adapters(self.model, best):
             zerofx.load_safetensors(self.model, best)
 
@@ -208,3 +256,13 @@ def _refuse_rivals(args: transformers.TrainingArguments) -> None:
                 "distributes and compiles the model itself",
                 remedy,
             )
+
+
+def _refuse_lost_best(args: transformers.TrainingArguments, recipe: Recipe | None) -> None:
+    parts = recipe is not None and recipe.tensor_parallel is not None
+    if args.load_best_model_at_end and args.save_only_model and (parts or args.save_on_each_node):
+        raise ConfigError(
+            "save_only_model writes full weights in one place, and load_best_model_at_end needs "
+            "those of each part of the model, on each node",
+            "leave one of them out",
+        )

@@ -30,8 +30,7 @@ class Batch:
     splitting: int = 1
 
     def __str__(self) -> str:
-        same = self.sharing * self.splitting
-        ranks = "ranks" if same == 1 else f"times {same} ranks that share samples"
+        ranks = "ranks" if self.alike == 1 else f"times {self.alike} ranks that share samples"
         sizes = f"{self.micro} (micro-batch) × {self.accumulation} (accumulation)"
         return f"batch: {self.train} = {sizes} × {self.groups} ({ranks})"
 
@@ -40,11 +39,16 @@ class Batch:
         """Ranks, or groups of ranks, that work on samples of their own."""
         return self.train // (self.micro * self.accumulation)
 
+    @property
+    def alike(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.sharing * self.splitting
+
     def place(self) -> int:
         """Which of the groups this rank belongs to, if ranks that share samples are neighbours."""
         joined = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
-        return rank // (self.sharing * self.splitting)
+        return rank // self.alike
 
 
 def batch_of(settings: Settings, ranks: int) -> Batch:

@@ -164,6 +164,11 @@ class Recipe(Understood):
             report.write(str(self))
         return report
 
+    @property
+    def loss_factor(self) -> int:
+        """What losses are multiplied by, so that the mean over ranks is what the file asks for."""
+        return self.batch.sharing * (self.batch.groups if self.sums_gradients else 1)
+
     def backward(
         self, loss: Tensor, scaler: FixedScaler, router: TokenRouter | None = None
     ) -> None:
@@ -173,8 +178,7 @@ class Recipe(Understood):
             ConfigError: the file routes tokens, and the router is missing.
         """
         check_router(self.routing, router)
-        summed = self.batch.sharing * (self.batch.groups if self.sums_gradients else 1)
-        scaler.scale(loss / self.batch.accumulation * summed).backward()
+        scaler.scale(loss / self.batch.accumulation * self.loss_factor).backward()
         if router is not None:
             router.advance()
 
@@ -185,6 +189,22 @@ class Recipe(Understood):
             ConfigError: names those without.
         """
         check_gradients(params_of(optimizer), self.casts.params, self.allows_unused)
+
+    def complete_gradients(
+        self, params: Iterable[Tensor], scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Sum and share what spans parts of a model; before gradients are unscaled.
+
+        Raises:
+            ConfigError: the model is whole on each rank.
+            DivergedError: ranks that share a model have been given different samples.
+        """
+        parts, params = self.tensor_parallel, list(params)
+        if parts is None:
+            return
+        parts.complete_gradients(params)
+        if scaler is not None and scaler.is_enabled():
+            parts.share_overflow(params)
 
     def step(
         self,
@@ -207,10 +227,7 @@ class Recipe(Understood):
         check_router(self.routing, router)
         self.check_gradients(optimizer)
         params, parts = params_of(optimizer), self.tensor_parallel
-        if parts is not None:
-            parts.complete_gradients(params)
-            if scaler.is_enabled():
-                parts.share_overflow(params)
+        self.complete_gradients(params, scaler)
         scaler.unscale_(optimizer)
         if self.gradient_clipping > 0:
             clip = nn.utils.clip_grad_norm_ if parts is None else parts.clip_grad_norm_

@@ -42,6 +42,11 @@ class Sampling:
     metrics: tuple[Metric, ...]
     packing: Packing | None
 
+    @property
+    def scales_rates(self) -> bool:
+        """Whether learning rates follow the samples of a step."""
+        return self.packing is not None and self.packing.lr_scaling_method != "none"
+
 
 def sampling_of(settings: Settings) -> Sampling | None:
     """The section; `None` if it is not enabled.
@@ -124,8 +129,7 @@ def rate_factors(sampling: Sampling | None, sampler: DataSampler | None) -> Sequ
     Raises:
         ConfigError: it does, and the sampler is missing.
     """
-    packing = sampling and sampling.packing
-    if packing is None or packing.lr_scaling_method == "none":
+    if sampling is None or not sampling.scales_rates:
         return None
     if sampler is None:
         raise ConfigError(

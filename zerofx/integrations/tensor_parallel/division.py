@@ -182,6 +182,13 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise ConfigError(
             "parameters are on the meta device", "load the model before it is divided", nowhere
         )
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    if adapted:
+        raise UnsupportedError(
+            "layers have adapters, which are not divided with them",
+            "train adapters without tensor_parallel",
+            adapted[:3],
+        )
 
 
 def mark(model: nn.Module, held: dict[str, Held], rules: Sequence[Rule]) -> None:

@@ -34,12 +34,25 @@ def export_joined(
     sizes = {name: _whole(value, cuts.get(name), parts.size) for name, value in once(model).items()}
 
     def collect(names: Collection[str]) -> dict[str, Tensor]:
-        # The ranks that hold the first rows of each part share a model: they are rank 0's group.
-        mine = full_state_dict(model, names)
-        found = {name: _joined(value, cuts.get(name), parts) for name, value in mine.items()}
+        found = joined_state_dict(model, parts, names)
         return {name: cast_floats(value, dtype) for name, value in found.items()}
 
     write_files(model, folder, sizes, collect, all_ranks(), max_shard_bytes, dtype)
+
+
+def joined_state_dict(
+    model: nn.Module, parts: TensorParallel, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """As `full_state_dict`, of the whole that the parts make up; all ranks call it.
+
+    Returns:
+        On rank 0 the values by name, on its host; on other ranks nothing.
+    """
+    cuts = {name: cut_of(param) for name, param in _params(model)}
+    # The ranks that hold the first rows of each part share a model: they are rank 0's group.
+    mine = full_state_dict(model, names)
+    found = {name: _joined(value, cuts.get(name), parts) for name, value in mine.items()}
+    return found if dist.get_rank() == 0 else {}
 
 
 def _params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

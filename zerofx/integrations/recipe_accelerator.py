@@ -1,0 +1,236 @@
+"""`RecipeAccelerator`: Accelerate's own, whose data, steps and checkpoints are those of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from zerofx import checkpoint
+from zerofx.errors import CheckpointError, ConfigError
+from zerofx.integrations.deepspeed.recipe import Recipe
+from zerofx.integrations.deepspeed.routing import TokenRouter
+from zerofx.integrations.recipe import layer_of, refuse_contradictions
+from zerofx.integrations.samples import deals, gather_once, shared_loader
+from zerofx.integrations.stepping import GroupScheduler, RecipeOptimizer
+from zerofx.integrations.tensor_parallel.export import joined_state_dict
+from zerofx.integrations.tensor_parallel.parts import TensorParallel
+
+
+class RecipeAccelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, as it is or as a file of DeepSpeed has it.
+
+    Args:
+        recipe: what the file asks for, if there is one.
+        layer: class of the layers that `random_ltd` routes; by default the model's own word.
+        scaler: scales losses; by default the file's, else Accelerate's own.
+        kwargs: those of `accelerate.Accelerator`.
+
+    Attributes:
+        recipe: see above.
+        router: of the tokens of the last model that was prepared, if the file routes any.
+
+    Raises:
+        ConfigError: the file contradicts the arguments; names the keys.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        layer: type[nn.Module] | None,
+        scaler: torch.amp.GradScaler | None,
+        **kwargs: Any,
+    ) -> None:
+        self.recipe, self._layer = recipe, layer
+        self.router: TokenRouter | None = None
+        # A trainer brings a plugin, and counts for itself.
+        if recipe is not None and "gradient_accumulation_plugin" not in kwargs:
+            kwargs.setdefault("gradient_accumulation_steps", recipe.batch.accumulation)
+        super().__init__(**kwargs)
+        if recipe is not None:
+            _refuse_disagreement(recipe, kwargs)
+            if scaler is None and recipe.scaling.enabled:
+                scaler = recipe.make_scaler(self.device.type)
+            # Accelerate's own files go where the shards do.
+            self.project_configuration.save_on_each_node |= recipe.node_local
+        self.scaler: Any = scaler or self.scaler
+
+    def change(self, model: nn.Module) -> None:
+        """Cast, divide and route a model as the file says; before it is sharded."""
+        if self.recipe is None:
+            return
+        self.recipe.cast_model(model)
+        self.recipe.parallelize(model)
+        if self.recipe.routing is not None:
+            layer = self._layer or layer_of(model, self.recipe.routing.total_layers)
+            self.router = self.recipe.route_tokens(model, layer)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> DataLoader[Any]:
+        """As Accelerate, but ranks that share a model or a sequence take the same samples.
+
+        Raises:
+            ConfigError: `dispatch_batches` has one process read for all ranks.
+        """
+        ready = getattr(data_loader, "_is_accelerate_prepared", False)
+        if ready or self.recipe is None or not deals(data_loader, self.recipe.batch):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        loader = shared_loader(self, data_loader, self.recipe.batch, device_placement)
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> Optimizer:
+        """As Accelerate; with a file, steps do what `Recipe.step` does."""
+        if self.recipe is None or isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        placed = self.device_placement if device_placement is None else device_placement
+        wrapped = RecipeOptimizer(
+            optimizer, self.recipe, self._after_step, device_placement=placed, scaler=self.scaler
+        )
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As Accelerate; where ranks share samples, it goes on by their groups in each step."""
+        prepared: Any = super().prepare_scheduler(scheduler)
+        batch = None if self.recipe is None else self.recipe.batch
+        if batch is None or batch.alike == 1 or self.split_batches or prepared is scheduler:
+            return prepared
+        self._schedulers[-1] = GroupScheduler(
+            scheduler, prepared.optimizers, batch.groups, prepared.step_with_optimizer
+        )
+        return self._schedulers[-1]
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As Accelerate; losses of ranks that share a sequence add up to that of the sequence."""
+        super().backward(loss if self.recipe is None else loss * self.recipe.loss_factor, **kwargs)
+        if self.router is not None:
+            self.router.advance()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo the scale in the gradients of one optimizer, of several, or of all prepared ones.
+
+        Gradients of a model in parts are completed before.
+        """
+        given = self._optimizers if optimizer is None else optimizer
+        for each in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(each, RecipeOptimizer):
+                each.complete_gradients()
+            if self.scaler is not None:
+                self.scaler.unscale_(each.optimizer if hasattr(each, "optimizer") else each)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: int = 2
+    ) -> Tensor | None:
+        """As Accelerate; of a model in parts by the norm of the whole.
+
+        Raises:
+            ConfigError: ranks share a model, and the norm is not the 2-norm.
+        """
+        if self.parts is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigError(
+                f"norm_type is {norm_type}, and ranks share a model", "clip by the 2-norm"
+            )
+        self.unscale_gradients()
+        return self.parts.clip_grad_norm_(list(parameters), max_norm)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate; of ranks that share samples, what the first has."""
+        if self.recipe is None or self.recipe.batch.alike == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return gather_once(self, input_data, self.recipe.batch, as_objects=use_gather_object)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Full values on the host of rank 0, an empty dict elsewhere; every rank calls it.
+
+        Args:
+            model: prepared.
+            unwrap: makes no difference: names are those of the plain model.
+        """
+        if self.parts is not None:
+            return joined_state_dict(model, self.parts)
+        return checkpoint.full_state_dict(model)
+
+    def save_shards(self, folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Save rows, each part of a model in a folder of its own; every rank calls it.
+
+        With `save_on_each_node`, or a file that asks for it, each node has its own disk.
+        """
+        extra = None if self.router is None else {"router": self.router.state_dict()}
+        node_local = self.project_configuration.save_on_each_node
+        checkpoint.save(self._part(folder), model, optimizer, extra, node_local=node_local)
+
+    def load_shards(
+        self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None
+    ) -> None:
+        """Load what `save_shards` saved; with an optimizer, tokens are routed as they were then.
+
+        Raises:
+            CheckpointError: something is missing, damaged or of another model.
+        """
+        node_local = self.project_configuration.save_on_each_node
+        if not node_local:  # else a node may have some parts only
+            _refuse_other_parts(folder, self.parts)
+        extra = checkpoint.load(self._part(folder), model, optimizer, node_local=node_local)
+        if self.router is None or optimizer is None:
+            return
+        if extra is None:
+            raise CheckpointError(
+                f"{folder} was saved without random_ltd, and the file enables it",
+                "go on with the file that the run began with",
+            )
+        self.router.load_state_dict(extra["router"])
+
+    @property
+    def parts(self) -> TensorParallel | None:
+        """How ranks share a model, if they do."""
+        return None if self.recipe is None else self.recipe.tensor_parallel
+
+    def _part(self, folder: Path) -> Path:
+        return folder if self.parts is None else folder / f"part{self.parts.part}"
+
+    def _after_step(self) -> None:
+        if self.router is not None:
+            self.router.step()
+
+
+def _refuse_other_parts(folder: Path, parts: TensorParallel | None) -> None:
+    held, wanted = len(list(folder.glob("part*"))), 0 if parts is None else parts.size
+    if folder.is_dir() and held != wanted:
+        raise CheckpointError(
+            f"{folder} holds {held or 'no'} parts of a model, and {wanted or 'no'} ranks share one",
+            "go on with the autotp_size of the run that saved it, or from its full weights",
+        )
+
+
+def _refuse_disagreement(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    batch, ranks = recipe.batch, dist.get_world_size() if dist.is_initialized() else 1
+    refuse_contradictions(
+        {
+            "number of ranks": (batch.groups * batch.alike, ranks),
+            "gradient_accumulation_steps": (
+                batch.accumulation,
+                given.get("gradient_accumulation_steps", batch.accumulation),
+            ),
+            "torch_autocast": (recipe.autocast_dtype, None),
+        },
+        "the accelerator",
+        "read the file where the ranks are; say bf16 or fp16 in it, or mixed_precision here, "
+        "instead of autocast",
+    )
