@@ -20,6 +20,7 @@ WRONG: dict[str, list[Any]] = {
     "stage": [4, -1, "3", None, True, 2.0],
     "inner": ["triton", None, 3],
     "mesh": [3, "shard"],
+    "sequence_parallel": [0, True, "2"],
     "replicate": [0, True, 1.5, "2"],
     "ranks_per_node": [0, True, "2"],
     "secondary_shards": ["yes", 1, None],

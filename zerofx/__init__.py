@@ -26,6 +26,7 @@ from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
 from zerofx.passes.changes import after, before, replace, without
 from zerofx.passes.registry import register_pass
+from zerofx.sequence.marks import mark_sequence
 from zerofx.torch_private import leave_to_python
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "explain",
     "from_deepspeed",
     "load_safetensors",
+    "mark_sequence",
     "meta_init",
     "no_sync",
     "refresh",

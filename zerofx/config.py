@@ -42,6 +42,10 @@ class ZeroConfig:
         replicate: number of replica groups when no mesh is given (hybrid sharding, the world size
             must be a multiple of it): each group of `world_size // replicate` neighbouring ranks
             holds one whole set of shards.
+        sequence_parallel: neighbouring ranks that share each sequence: they are given the same
+            batch, and each computes its part of the positions. Inputs say by
+            `zerofx.mark_sequence` where their sequence lies. It divides the number of ranks; by
+            default every rank is alone.
         ranks_per_node: neighbours in the order of ranks that share a node. Where several do on each
             of several nodes, messages travel in two hops, so that each byte crosses between nodes
             once (gloo on CPUs; NCCL sees to it by itself). It divides the number of ranks; fewer
@@ -121,6 +125,7 @@ class ZeroConfig:
     inner: Inner = "inductor"
     mesh: DeviceMesh | None = None
     replicate: int = 1
+    sequence_parallel: int = 1
     ranks_per_node: int | None = None
     secondary_shards: bool | Literal["codes"] = False
     accumulate: int = 1

@@ -37,6 +37,11 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
         (config.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
         (_is_count(config.replicate, 1), "replicate", "an integer of at least 1"),
         (
+            _is_count(config.sequence_parallel, 1),
+            "sequence_parallel",
+            "an integer of at least 1",
+        ),
+        (
             config.ranks_per_node is None or _is_count(config.ranks_per_node, 1),
             "ranks_per_node",
             "None or an integer of at least 1",

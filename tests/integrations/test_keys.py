@@ -247,11 +247,6 @@ def test_the_largest_replicated_parameters_are_sharded_first(bound: int, names: 
         assert sorted(found) == names
 
 
-def test_passes_of_deepspeeds_compiler() -> None:
-    with pytest.raises(UnsupportedError, match="'autosp'"):
-        _recipe({"compile": {"deepcompile": True, "passes": ["autosp"]}})
-
-
 @pytest.mark.parametrize(
     "off",
     [

@@ -14,7 +14,9 @@ import zerofx
 from tests.hard.test_meshes import Attention, Net, batch
 from tests.integrations.examples import BASE, nested
 from tests.ranks import run_ranks
-from zerofx.errors import ConfigError
+from tests.sequence.models import Gpt
+from tests.sequence.models import batch as tokens
+from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.recipe import Recipe
 
 KEYS = {
@@ -76,3 +78,53 @@ def test_ranks_that_share_samples() -> None:
     for sizes in ({"sequence_parallel_size": 3}, {"data_parallel_size": 2}):
         with pytest.raises(ConfigError, match="sequence_parallel_size"):
             _translate(**sizes)
+
+
+AUTOSP = {**KEYS, "compile.deepcompile": True, "compile.passes": ["autosp"]}
+
+
+def _cut(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Every rank of a sequence is given the whole of it, and has the whole loss."""
+    recipe = zerofx.from_deepspeed(nested(AUTOSP), inner="eager")
+    assert recipe.config.sequence_parallel == 2
+    model = Gpt().float()
+    run = torch.compile(model, backend=recipe.backend, options=recipe.options)
+    optimizer, scaler = recipe.make_optimizer(model.parameters()), recipe.make_scaler("cpu")
+    losses: list[float] = []
+    for step in range(steps):
+        ids, labels = (each.chunk(2)[recipe.batch.place()].clone() for each in tokens(step))
+        zerofx.mark_sequence(ids)
+        loss, _ = run(ids, labels)
+        recipe.backward(loss, scaler)
+        recipe.step(optimizer, scaler)
+        losses.append(loss.item())
+    with zerofx.unshard(model) as values:
+        return losses, {name: value.detach().clone() for name, value in values.items()}
+
+
+def test_a_file_with_autosp_trains_as_one_process() -> None:
+    model, want = Gpt().float(), list[list[float]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        rows = zip(*(each.chunk(2) for each in tokens(step)), strict=True)
+        losses = [model(*row)[0] for row in rows]
+        (sum(losses) / 2).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append([loss.item() for loss in losses])
+    for rank, (got, values) in enumerate(run_ranks(4, _cut, 3)):
+        assert got == pytest.approx([each[rank // 2] for each in want], rel=1e-5)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(values[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_autosp_goes_by_sequence_parallel_size() -> None:
+    """Without it DeepSpeed divides sequences among one rank."""
+    passes = {"compile.passes": ["autosp"]}
+    assert _translate(**passes).config.sequence_parallel == 1
+    recipe = _translate(**passes, sequence_parallel_size=4)
+    assert (recipe.config.sequence_parallel, recipe.batch.groups) == (4, 1)
+    both = {"tensor_parallel.autotp_size": 2, "sequence_parallel_size": 2}
+    with pytest.raises(UnsupportedError, match="autotp_size"):
+        _translate(**passes, **both)

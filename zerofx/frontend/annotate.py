@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
-from zerofx.ir.facts import Facts, Role, facts, set_facts
+from zerofx.ir.facts import Facts, Role, facts, module_path, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
 from zerofx.ir.view import identity_source
@@ -127,7 +126,7 @@ def annotate(graph: fx.Graph, inputs: GraphInputs) -> dict[str, ParamSpec]:
         if node.op == "placeholder":
             set_facts(node, _placeholder(node, inputs))
         elif node.op == "call_function":
-            set_facts(node, Facts(module=_module_path(node)))
+            set_facts(node, Facts(module=module_path(node)))
     params = {spec.name: spec for spec in inputs.params.values()}
     for node in graph.nodes:
         if is_call(node, UNSHARD, REDUCE_GRAD):
@@ -185,16 +184,9 @@ def _annotate_marker(node: fx.Node) -> None:
     node.update_arg(place, shard)
     known = shard.meta["zerofx"]
     role = Role.FULL if place == 0 else Role.REDUCE
-    set_facts(node, Facts(role, known.param, _module_path(node), known.layout))
+    set_facts(node, Facts(role, known.param, module_path(node), known.layout))
     while view is not shard and not view.users:
         source = view.args[0]
         node.graph.erase_node(view)
         assert isinstance(source, fx.Node)
         view = source
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = next(reversed([path for path, _ in stack.values()]), "")
-    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", str(path))
-    return path.partition(".")[2].partition(".")[2] if path.startswith("L.") else path

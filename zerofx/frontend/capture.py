@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
+from zerofx.errors import UnsupportedError
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.bodies import write_out_regions
@@ -48,10 +49,14 @@ from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
 from zerofx.runtime.handed_out import hand_out, taking_tensors
 from zerofx.runtime.session import Session
+from zerofx.sequence.cuts import Place
+from zerofx.sequence.divide import divide
+from zerofx.sequence.marks import refuse_other_samples, sequences, set_part
 from zerofx.torch_private import (
     DynamoStartsAgain,
     inductor_joint_passes,
     min_cut,
+    name_of,
     trace_and_compile,
 )
 
@@ -94,6 +99,7 @@ class Capture:
         self._watcher = watcher
         self._setting = _setting(config, session)
         self._journal = session.journal if session else None
+        self._axes = session.axes if session else None
         readers = [watcher] if watcher else []
         self._number = _unused.pop() if _unused else next(_numbers)
         folder = folder_of(config.dump, config.mesh)
@@ -114,6 +120,7 @@ class Capture:
         refuse_uses(module, self.inputs.params)
         read_whole(module, example_inputs, self.inputs.params)
         handed_out = returned(module, self.inputs.params)
+        parts = self._divide(module, example_inputs)
         taken, shards_of = take_shards(
             module, example_inputs, self._params_to_take(), lambda: self._read_later
         )
@@ -134,9 +141,29 @@ class Capture:
             outputs = outputs if regenerate is None else regenerate(*outputs)
             for place, position in handed_out.items():
                 hand_out(args[position], outputs[place])
+            for place in parts:
+                set_part(outputs[place])
             return outputs
 
         return taking_tensors(run, example_inputs)
+
+    def _divide(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[int]:
+        """With `sequence_parallel`, let the graph compute this rank's part of its sequences.
+
+        Returns:
+            Positions of outputs that are parts.
+        """
+        if self.config.sequence_parallel == 1:
+            return ()
+        dims = sequences(module, inputs, self.inputs.params)
+        if self._axes is None:
+            raise UnsupportedError(
+                "sequence_parallel: a program reads no parameters of a sharded model",
+                "compile the model, and with it what is computed of its outputs",
+            )
+        group = self._axes.sequence
+        refuse_other_samples((inputs[place] for place in dims), group)
+        return divide(module, dims, Place(name_of(group), group.rank(), group.size()))
 
     def _params_to_take(self) -> dict[int, ParamSpec]:
         # Gradients in a dtype of their own are wrapped as if they had their parameter's.

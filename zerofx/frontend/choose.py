@@ -21,7 +21,7 @@ from zerofx.cost.forecast import Forecast
 from zerofx.cost.lines import line_of
 from zerofx.cost.liveness import held_after, live_bytes
 from zerofx.cost.memory import FP32_ADAM
-from zerofx.errors import ShardingError
+from zerofx.errors import ConfigError, ShardingError
 from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
 from zerofx.frontend.resident import resident_of
 from zerofx.runtime.arrivals import Arrivals
@@ -49,7 +49,13 @@ def choose_stage(
 
     Raises:
         ShardingError: the first rank failed.
+        ConfigError: ranks share sequences, which plans know nothing of.
     """
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            'option sequence_parallel does not go with backend="zero", which plans whole sequences',
+            'name the stage, as in backend="zero3"',
+        )
     device = next(root.parameters()).device
     if not dist.is_available() or not dist.is_initialized():
         return 0  # sharding will say what is missing

@@ -129,6 +129,13 @@ class TrainerMixin(_Base):
         refuse_more_epochs(self._sampler, self.args)
         return self.accelerator.prepare(with_sampler(loader, self._sampler))
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        main: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if self._recipe is not None and self._recipe.config.sequence_parallel > 1:
+            zerofx.mark_sequence(main)
+        return inputs
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch; a file of DeepSpeed may have its time taken."""
         if self._recipe is None or self._reports is None:
@@ -136,14 +143,14 @@ class TrainerMixin(_Base):
         with self._reports.measure("forward and backward"):
             loss = super().training_step(*args, **kwargs)
         # Those of a sequence add up, and the mean over ranks is shown.
-        loss = loss * self._recipe.batch.sharing
+        loss = loss * self._recipe.num_shares
         self._reports.heard(loss)
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As transformers does; losses of ranks that share a sequence are added up."""
         loss, logits, labels = super().prediction_step(*args, **kwargs)
-        if loss is not None and self._recipe is not None and self._recipe.batch.sharing > 1:
+        if loss is not None and self._recipe is not None and self._recipe.num_shares > 1:
             loss = sum_over_sequence(self.accelerator, loss, self._recipe.batch)
         return loss, logits, labels
 

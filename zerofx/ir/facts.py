@@ -90,3 +90,13 @@ def block_of(module: str) -> str:
     """The outermost numbered module of a path: `layers.3` of `layers.3.mlp`; else empty."""
     found = _BLOCK.match(module)
     return found[0] if found else ""
+
+
+def module_path(node: fx.Node) -> str:
+    """The module whose forward made a node, by torch's own metadata; empty if it does not say."""
+    meta = node.meta
+    stack: dict[str, tuple[str, object]]
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    path = str(next(reversed([path for path, _ in stack.values()]), ""))
+    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", path)
+    return path.partition(".")[2].partition(".")[2] if path.startswith("L.") else path

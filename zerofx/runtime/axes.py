@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,24 @@ class Axes:
         shard: those that share one set of shards.
         replica: those that hold the same shard; `None` without replicas.
         node: those of `shard` on this node, if they keep secondary shards.
+        sharing: neighbours in `world` that share each sequence.
     """
 
     world: Comm
     shard: Comm
     replica: Comm | None
     node: Comm | None
+    sharing: int = 1
+
+    @functools.cached_property
+    def sequence(self) -> dist.ProcessGroup:
+        """The ranks that share this rank's sequences; they call this together."""
+        ranks = self.world.ranks
+        start = self.world.rank // self.sharing * self.sharing
+        group = list(ranks[start : start + self.sharing])
+        made = dist.new_group(group, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
 
 def make_axes(
@@ -50,14 +63,21 @@ def make_axes(
         node: of a model that is copied: groups are not made anew.
 
     Raises:
-        UnsupportedError: a 2-D mesh leaves ranks out, or secondary shards could not serve.
+        UnsupportedError: a 2-D mesh leaves ranks out, secondary shards could not serve, or ranks
+            cannot share sequences so.
     """
     axes = reversed(range(mesh.ndim))
     shard, *rest = (network.comm(mesh.get_group(axis), device) for axis in axes)
     check_nodes(config, shard.size, shard.node_size)
     if node is None and config.secondary_shards:
         node = node_comm(shard, device)
-    return Axes(_world(mesh, network, device), shard, rest[0] if rest else None, node)
+    world, sharing = _world(mesh, network, device), config.sequence_parallel
+    if world.size % sharing:
+        raise UnsupportedError(
+            f"{world.size} ranks cannot form groups of sequence_parallel={sharing}",
+            "choose a divisor of the number of ranks",
+        )
+    return Axes(world, shard, rest[0] if rest else None, node, sharing)
 
 
 def layouts_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -57,7 +58,9 @@ def _drop(candidates: list[ParamState], session: Session) -> None:
 
 
 def _joined(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    if child is not None and not holds_a_graph(module):
+    # `self.layers[:n]` in a forward makes a list of modules: Dynamo is not to trace through here,
+    # and what a traced forward reads is looked at by the backend.
+    if child is not None and not torch.compiler.is_compiling() and not holds_a_graph(module):
         _announce()
 
 

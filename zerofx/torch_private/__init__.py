@@ -2,7 +2,7 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames, given,
-handlers, joint, mixed, profiling, tensors, turns.
+handlers, joint, mixed, profiling, sequences, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -77,12 +77,20 @@ from zerofx.torch_private.joint import (
 )
 from zerofx.torch_private.mixed import compute_mixed
 from zerofx.torch_private.profiling import is_profiling
+from zerofx.torch_private.sequences import (
+    all_positions,
+    exchanged,
+    of_first,
+    own_positions,
+    total,
+)
 from zerofx.torch_private.tensors import (
     PLAIN_RESULTS,
     DispatchMode,
     FakeMode,
     below_transforms,
     clamp_whole,
+    concrete_copy,
     fake_copy,
     fake_mode,
     fake_mode_of,
@@ -114,6 +122,7 @@ __all__ = [
     "FakeMode",
     "adds_to_grad",
     "all_gather_flat",
+    "all_positions",
     "backend_of",
     "backward_id",
     "before_forwards",
@@ -125,10 +134,12 @@ __all__ = [
     "compile_with_inductor",
     "compute_mixed",
     "compute_pointwise",
+    "concrete_copy",
     "count_foreach_writes",
     "default_store",
     "dynamo_input_of",
     "ends_where_data_is_assigned",
+    "exchanged",
     "fake_copy",
     "fake_mode",
     "fake_mode_of",
@@ -167,8 +178,10 @@ __all__ = [
     "must_recompute_tag",
     "must_save_tag",
     "name_of",
+    "of_first",
     "orders_effects",
     "own_part",
+    "own_positions",
     "pass_through_dynamo",
     "past_recompile_limit",
     "read_scalars_whole",
@@ -185,6 +198,7 @@ __all__ = [
     "sum_of_parts",
     "symbols_of",
     "tensors_in",
+    "total",
     "trace_and_compile",
     "trace_apart",
     "trace_artifact",

@@ -204,6 +204,27 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def concrete_copy(values: Any, mode: FakeTensorMode) -> Any:
+    """The same nest on new fake tensors, in the sizes that symbols stand for by now.
+
+    Full values stand for `DTensor`s, and `None` for what depends on data.
+    """
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return value.node.hint
+        if isinstance(value, DTensor):
+            with mode:
+                return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        if not isinstance(value, Tensor):
+            return value
+        shape, stride = ([copied(n) for n in sizes] for sizes in (value.shape, value.stride()))
+        with mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    return _pytree.tree_map(copied, values)
+
+
 def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
     """A deep copy, of a model for example, whose tensors are fake; tied ones stay tied."""
     with FakeCopyMode(mode):

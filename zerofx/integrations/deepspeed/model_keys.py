@@ -55,7 +55,8 @@ _PARTS = [
     Key(
         "compile.passes",
         "honoured",
-        "z1, z3, autotp: checked, stage and `autotp_size` ask for them; autosp: refused",
+        "autosp: option `sequence_parallel`, as `sequence_parallel_size` says; z1, z3, autotp: "
+        "checked, stage and `autotp_size` ask for them",
         "texts",
     ),
 ]

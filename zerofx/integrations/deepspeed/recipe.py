@@ -165,9 +165,14 @@ class Recipe(Understood):
         return report
 
     @property
+    def num_shares(self) -> int:
+        """Ranks whose losses add up to that of a sequence: one, if zerofx cuts it."""
+        return self.batch.sharing // self.chosen.sequence_parallel
+
+    @property
     def loss_factor(self) -> int:
         """What losses are multiplied by, so that the mean over ranks is what the file asks for."""
-        return self.batch.sharing * (self.batch.groups if self.sums_gradients else 1)
+        return self.num_shares * (self.batch.groups if self.sums_gradients else 1)
 
     def backward(
         self, loss: Tensor, scaler: FixedScaler, router: TokenRouter | None = None

@@ -1,4 +1,4 @@
-"""Ranks that share a model, as a file asks for them."""
+"""Ranks that share a model, or sequences, as a file asks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def tensor_parallel(settings: Settings) -> TensorParallel | None:
 
     Raises:
         ConfigError: a preset is unknown, rules are written wrongly, or keys contradict each other.
-        UnsupportedError: a pass of DeepSpeed's compiler is not here.
     """
     size = settings.get(f"{_SECTION}.autotp_size", 0)
     _check_passes(settings.get("compile.passes", ()), settings, size)
@@ -32,6 +31,24 @@ def tensor_parallel(settings: Settings) -> TensorParallel | None:
     if size <= 1:
         return None
     return TensorParallel(size, _rules(settings), strict=_own(settings, "strict_mode", False))
+
+
+def sequence_parallel(settings: Settings) -> int | None:
+    """The ranks that share a sequence which zerofx cuts; `None`: the model cuts it, or nobody.
+
+    Raises:
+        UnsupportedError: they share a model, too.
+    """
+    size = settings.get("sequence_parallel_size", 1)
+    if "autosp" not in settings.get("compile.passes", ()) or size <= 1:
+        return None
+    if settings.get(f"{_SECTION}.autotp_size", 0) > 1:
+        raise UnsupportedError(
+            "compile.passes names 'autosp', and autotp_size is above 1: sequences are cut for "
+            "models that are whole",
+            "use one of them",
+        )
+    return size
 
 
 def _rules(settings: Settings) -> tuple[Rule, ...]:
@@ -55,13 +72,9 @@ def _check_passes(passes: Sequence[str], settings: Settings, size: int) -> None:
         "z1": (stage in (1, 2), "zero_optimization.stage 1 or 2"),
         "z3": (stage == 3, "zero_optimization.stage 3"),
         "autotp": (size > 1, "tensor_parallel.autotp_size above 1"),
+        "autosp": (True, ""),  # of whole sequences, where sequence_parallel_size is 1
     }
     for name in passes:
-        if name == "autosp":
-            raise UnsupportedError(
-                "compile.passes names 'autosp', and zerofx does not divide sequences",
-                "let the model do it, and say sequence_parallel_size: docs/parallelism.md",
-            )
         if name not in needs:
             raise ConfigError(f"compile.passes names {name!r}", f"use {', '.join(needs)}")
         good, wanted = needs[name]

@@ -26,7 +26,10 @@ _BATCH = [
         "honoured",
         "",
         [
-            ("sequence_parallel_size", "ranks of a sequence: `backward` adds their gradients up"),
+            (
+                "sequence_parallel_size",
+                "ranks of a sequence: `backward` adds their gradients up, unless zerofx cuts it",
+            ),
             (
                 "data_parallel_size",
                 "ranks / `sequence_parallel_size`, checked",

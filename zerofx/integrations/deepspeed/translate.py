@@ -29,7 +29,7 @@ from zerofx.integrations.deepspeed.routing import routing_of
 from zerofx.integrations.deepspeed.sampling import sampling_of
 from zerofx.integrations.deepspeed.scaling import scaling_of
 from zerofx.integrations.deepspeed.settings import Settings, understand
-from zerofx.integrations.deepspeed.splitting import tensor_parallel
+from zerofx.integrations.deepspeed.splitting import sequence_parallel, tensor_parallel
 from zerofx.passes.changes import Change, before, replace
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.fuse_unshards import FuseUnshards
@@ -78,6 +78,7 @@ def from_deepspeed(
     chosen = {
         "stage": settings.get("zero_optimization.stage", 0),
         "accumulate": batch.accumulation,
+        "sequence_parallel": sequence_parallel(settings),
         "param_dtype": dtype,
         "reduce_dtype": reduce_dtype(settings),
         **_sizes(settings, itemsize),
