@@ -71,6 +71,12 @@ def _attend(h: Tensor, _: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads).sum()
 
 
+def _shifted(h: Tensor, _: Tensor) -> Tensor:
+    after = torch.zeros_like(h)
+    after[:, 1:] = h[:, :-1]
+    return after.sum()
+
+
 def _breaks(h: Tensor, _: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     return h.sum()
@@ -110,6 +116,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "writes in place to what ranks hold in parts": lambda: _compiled(
         lambda h, ids: (h + ids.add_(1)[..., None]).sum()
     )(_ids()),
+    "setitem writes in place": lambda: _compiled(_shifted)(_ids()),
     "draws random numbers for what each rank": lambda: _compiled(
         lambda h, _: F.alpha_dropout(h.mean(1), training=True).sum()
     )(_ids()),

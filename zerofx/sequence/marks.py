@@ -75,7 +75,9 @@ def sequences(
         if value.requires_grad:
             raise UnsupportedError(
                 "sequence_parallel: an input asks for a gradient, of which each rank has a share",
-                "give the compiled model the parameters that it comes from, or detach it",
+                "give the compiled model the parameters that it comes from, or detach it; if the "
+                "forward computes it, Dynamo broke that: torch.compile(model, fullgraph=True) says "
+                "where",
                 [names[place]],
             )
         if (dim := getattr(value, _DIM, None)) is not None:

@@ -57,6 +57,8 @@ _FACTORIES = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 def divide_node(at: Editor, node: fx.Node, kernels: Kernels | None) -> Result | None:
     """Let an operation with a cut operand work on this rank's part, if a rule allows it."""
     name = name_of(node)
+    if name == "setitem":
+        return None
     if not tensors_in(at.whole(node)):
         return _number(at, node)
     if name in _FACTORIES:
