@@ -15,6 +15,11 @@ from tests.ranks import run_ranks
 from tests.sequence.models import VOCABULARY, Gpt, batch
 
 
+INDUCTOR_DIFFERENTIATES = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 fails at the gradient of attention in fp64"
+)
+
+
 def _steps(
     run: Any, model: nn.Module, data: int, groups: int, lengths: Sequence[int]
 ) -> list[float]:
@@ -74,7 +79,7 @@ def _trained(
     [
         (4, 2, 3, "eager", {}),
         (4, 4, 2, "eager", {"rotary": True}),
-        (2, 2, 1, "inductor", {"depth": 1}),
+        pytest.param(2, 2, 1, "inductor", {"depth": 1}, marks=INDUCTOR_DIFFERENTIATES),
         (2, 2, 0, "eager", {"rotary": True, "checkpoints": True}),
     ],
 )
