@@ -14,7 +14,6 @@ import zerofx
 from tests.ranks import run_ranks
 from tests.sequence.models import VOCABULARY, Gpt, batch
 
-
 INDUCTOR_DIFFERENTIATES = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 fails at the gradient of attention in fp64"
 )
