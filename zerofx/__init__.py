@@ -26,7 +26,7 @@ from zerofx.errors import ZeroFxError
 from zerofx.passes.base import Pass
 from zerofx.passes.changes import after, before, replace, without
 from zerofx.passes.registry import register_pass
-from zerofx.sequence.marks import mark_sequence
+from zerofx.sequence.marks import gather_sequence, mark_sequence
 from zerofx.torch_private import leave_to_python
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ __all__ = [
     "drift",
     "explain",
     "from_deepspeed",
+    "gather_sequence",
     "load_safetensors",
     "mark_sequence",
     "meta_init",

@@ -41,6 +41,12 @@ FILES: dict[str, dict[str, Any]] = {
         "zero_optimization.stage": 1,
         "sequence_parallel_size": 2,
     },
+    "sequences that zerofx cuts": {
+        **_BASE,
+        "zero_optimization.stage": 2,
+        "sequence_parallel_size": 2,
+        "compile.passes": ["autosp"],
+    },
 }
 
 _BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}

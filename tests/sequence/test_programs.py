@@ -145,6 +145,8 @@ def test_refusals() -> None:
 def test_options() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel"):
         zerofx.ZeroConfig(sequence_parallel=0)
+    with pytest.raises(ConfigError, match="no program returned"):
+        zerofx.gather_sequence(torch.ones(2, 2))
     with pytest.raises(ConfigError, match="dim=2"):
         zerofx.mark_sequence(torch.ones(2, 2), dim=2)
 

@@ -68,9 +68,10 @@ def _trained(
     with torch.set_grad_enabled(inner == "inductor"):  # whose third program would take long
         loss, logits = run(ids, labels)  # the whole loss, a part of the logits
     losses.append(loss.item())
+    whole = zerofx.gather_sequence(logits)
     with zerofx.unshard(model) as values:
         found = {name: value.clone() for name, value in values.items()}
-    return losses, tuple(logits.shape), found
+    return losses, tuple(logits.shape), {**found, "logits": whole}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +88,11 @@ def test_trains_as_one_process(
 ) -> None:
     model, groups = Gpt(**kind), ranks // size
     want = _alone(model, groups, _lengths(kind))
-    end = model(*batch(9))[0].item()
+    end, logits = model(*batch(9))
     for rank, (losses, shape, values) in enumerate(
         run_ranks(ranks, _trained, size, stage, inner, kind, timeout=150)
     ):
-        assert losses == pytest.approx([*want[rank // size], end], rel=1e-10)
+        assert losses == pytest.approx([*want[rank // size], end.item()], rel=1e-10)
         assert shape == (4, 8 // size, VOCABULARY)
-        for name, param in model.named_parameters():
+        for name, param in [*model.named_parameters(), ("logits", logits)]:
             torch.testing.assert_close(values[name], param.detach(), rtol=1e-10, atol=1e-10)

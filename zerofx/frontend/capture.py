@@ -49,7 +49,7 @@ from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
 from zerofx.runtime.handed_out import hand_out, taking_tensors
 from zerofx.runtime.session import Session
-from zerofx.sequence.cuts import Place
+from zerofx.sequence.cuts import Cut, Place
 from zerofx.sequence.divide import divide
 from zerofx.sequence.marks import refuse_other_samples, sequences, set_part
 from zerofx.torch_private import (
@@ -141,20 +141,20 @@ class Capture:
             outputs = outputs if regenerate is None else regenerate(*outputs)
             for place, position in handed_out.items():
                 hand_out(args[position], outputs[place])
-            for place in parts:
-                set_part(outputs[place])
+            for place, where in parts.items():
+                set_part(outputs[place], *where)
             return outputs
 
         return taking_tensors(run, example_inputs)
 
-    def _divide(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[int]:
+    def _divide(self, module: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, tuple[Cut, str]]:
         """With `sequence_parallel`, let the graph compute this rank's part of its sequences.
 
         Returns:
-            Positions of outputs that are parts.
+            How outputs that are parts are cut, and between which ranks, by position.
         """
         if self.config.sequence_parallel == 1:
-            return ()
+            return {}
         dims = sequences(module, inputs, self.inputs.params)
         if self._axes is None:
             raise UnsupportedError(
@@ -163,7 +163,8 @@ class Capture:
             )
         group = self._axes.sequence
         refuse_other_samples((inputs[place] for place in dims), group)
-        return divide(module, dims, Place(name_of(group), group.rank(), group.size()))
+        place = Place(name_of(group), group.rank(), group.size())
+        return {at: (cut, place.group) for at, cut in divide(module, dims, place).items()}
 
     def _params_to_take(self) -> dict[int, ParamSpec]:
         # Gradients in a dtype of their own are wrapped as if they had their parameter's.

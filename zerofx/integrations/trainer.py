@@ -31,6 +31,7 @@ from zerofx.integrations.samples import (
     sum_over_sequence,
     with_sampler,
 )
+from zerofx.sequence.marks import is_part
 
 _FOLDER = "zerofx"
 _SCHEDULER = "scheduler.pt"
@@ -147,9 +148,10 @@ class TrainerMixin(_Base):
         self._reports.heard(loss)
         return loss
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As transformers does; losses of ranks that share a sequence are added up."""
-        loss, logits, labels = super().prediction_step(*args, **kwargs)
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As transformers does, with whole sequences; losses of ranks that share one are added."""
+        whole = functools.partial(_whole_outputs, model)
+        loss, logits, labels = super().prediction_step(whole, *args, **kwargs)
         if loss is not None and self._recipe is not None and self._recipe.num_shares > 1:
             loss = sum_over_sequence(self.accelerator, loss, self._recipe.batch)
         return loss, logits, labels
@@ -263,6 +265,14 @@ def _refuse_rivals(args: transformers.TrainingArguments) -> None:
                 "distributes and compiles the model itself",
                 remedy,
             )
+
+
+def _whole_outputs(model: nn.Module, **inputs: Any) -> Any:
+    outputs = model(**inputs)
+    for name, value in outputs.items() if isinstance(outputs, dict) else ():
+        if is_part(value):
+            outputs[name] = zerofx.gather_sequence(value)
+    return outputs
 
 
 def _refuse_lost_best(args: transformers.TrainingArguments, recipe: Recipe | None) -> None:

@@ -37,7 +37,7 @@ from zerofx.torch_private import (
 _log = logging.getLogger(__name__)
 
 
-def divide(module: fx.GraphModule, dims: Mapping[int, int], place: Place) -> list[int]:
+def divide(module: fx.GraphModule, dims: Mapping[int, int], place: Place) -> dict[int, Cut]:
     """Let a graph compute this rank's part of its sequences, in place.
 
     Args:
@@ -46,7 +46,7 @@ def divide(module: fx.GraphModule, dims: Mapping[int, int], place: Place) -> lis
         place: of this rank.
 
     Returns:
-        Positions of outputs that are parts.
+        How outputs that are parts are cut, by position.
 
     Raises:
         UnsupportedError: a sequence cannot be cut, or an operation cannot be divided; it is named.
@@ -66,7 +66,7 @@ def divide(module: fx.GraphModule, dims: Mapping[int, int], place: Place) -> lis
             "these operations are given whole sequences, on every rank of one: %s",
             ", ".join(f"{name} of {path}" if path else name for name, path in wholes),
         )
-    return [at for at, cut in enumerate(outputs) if cut is not None]
+    return {at: cut for at, cut in enumerate(outputs) if cut is not None}
 
 
 class _Division:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zerofx.errors import ConfigError, DivergedError, UnsupportedError
-from zerofx.torch_private import why_graph_ended
+from zerofx.sequence.cuts import Cut
+from zerofx.torch_private import all_positions, why_graph_ended
 
 _DIM = "zerofx_sequence_dim"
 _PART = "zerofx_part_of_a_sequence"
@@ -40,9 +41,34 @@ def mark_sequence(*inputs: Tensor, dim: int = 1) -> None:
         setattr(each, _DIM, dim % each.ndim)
 
 
-def set_part(value: Any) -> None:
+def set_part(value: Any, cut: Cut, group: str) -> None:
     """Remember that a program returned this rank's part."""
-    setattr(value, _PART, True)
+    setattr(value, _PART, (cut.dim, cut.outer, group))
+
+
+def is_part(value: Any) -> bool:
+    """Whether a program returned this very tensor as a rank's part."""
+    return hasattr(value, _PART)
+
+
+def gather_sequence(part: Tensor) -> Tensor:
+    """The whole of an output that is this rank's part, such as logits, without a gradient.
+
+    The ranks of a sequence call it together.
+
+    Args:
+        part: what the compiled model returned; copies of it are not known as parts.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not is_part(part):
+        raise ConfigError(
+            f"gather_sequence was given a tensor of shape {tuple(part.shape)} that no "
+            "program returned as a part of a sequence",
+            "call it on what the compiled model returns, before anything else is done with that",
+        )
+    return all_positions(part.detach(), *getattr(part, _PART))
 
 
 def sequences(
@@ -60,7 +86,7 @@ def sequences(
         ConfigError: no input is marked.
     """
     reason, _ = why_graph_ended(module)
-    if reason or any(getattr(value, _PART, False) for value in inputs):
+    if reason or any(map(is_part, inputs)):
         raise UnsupportedError(
             "sequence_parallel: Dynamo breaks the forward into several graphs, and what passes "
             f"between them would be taken for whole: {reason or 'a part came back'}",
