@@ -179,6 +179,24 @@ def test_resumes_bitwise(stage: int, num_ranks: int, tmp_path: Path) -> None:
     run_ranks(num_ranks, resumed, stage, str(tmp_path / "run"), timeout=200)
 
 
+def looks_at_the_model(folder: str) -> None:
+    """Losses of one's own, and smoothed labels, ask the model for more than its outputs."""
+    trainer = trainer_of(3, folder)
+    compute, seen = trainer.compute_loss, list[Any]()
+
+    def computed(model: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(model)
+        return compute(model, *args, **kwargs)
+
+    trainer.compute_loss = computed
+    trainer.evaluate()
+    assert seen and all(isinstance(model, Counting) for model in seen)
+
+
+def test_losses_of_an_evaluation_are_given_the_model(tmp_path: Path) -> None:
+    run_ranks(2, looks_at_the_model, str(tmp_path), timeout=200)
+
+
 def keeps_best(folder: str) -> None:
     """The best weights by evaluation are back at the end: the first ones, as the rate is absurd."""
     often = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -133,9 +133,13 @@ class TrainerMixin(_Base):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
         main: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if self._recipe is not None and self._recipe.config.sequence_parallel > 1:
+        if self._cuts_sequences and main is not None:
             zerofx.mark_sequence(main)
         return inputs
+
+    @property
+    def _cuts_sequences(self) -> bool:
+        return self._recipe is not None and self._recipe.chosen.sequence_parallel > 1
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a micro-batch; a file of DeepSpeed may have its time taken."""
@@ -150,8 +154,8 @@ class TrainerMixin(_Base):
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As transformers does, with whole sequences; losses of ranks that share one are added."""
-        whole = functools.partial(_whole_outputs, model)
-        loss, logits, labels = super().prediction_step(whole, *args, **kwargs)
+        called: Any = functools.partial(_whole_outputs, model) if self._cuts_sequences else model
+        loss, logits, labels = super().prediction_step(called, *args, **kwargs)
         if loss is not None and self._recipe is not None and self._recipe.num_shares > 1:
             loss = sum_over_sequence(self.accelerator, loss, self._recipe.batch)
         return loss, logits, labels
@@ -268,11 +272,7 @@ def _refuse_rivals(args: transformers.TrainingArguments) -> None:
 
 
 def _whole_outputs(model: nn.Module, **inputs: Any) -> Any:
-    outputs = model(**inputs)
-    for name, value in outputs.items() if isinstance(outputs, dict) else ():
-        if is_part(value):
-            outputs[name] = zerofx.gather_sequence(value)
-    return outputs
+    return recursively_apply(zerofx.gather_sequence, model(**inputs), test_type=is_part)
 
 
 def _refuse_lost_best(args: transformers.TrainingArguments, recipe: Recipe | None) -> None:
