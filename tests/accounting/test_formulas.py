@@ -25,7 +25,7 @@ def test_memory_and_traffic(stage: int) -> None:
 
 
 def test_four_ranks() -> None:
-    for found in run_ranks(4, measure, 3, (1,), depth=4, timeout=220):
+    for found in run_ranks(4, measure, 3, (1,), depth=8, timeout=220):
         _check(found)
 
 

@@ -50,6 +50,7 @@ class Editor:
         self.here = next(node for node in self.graph.nodes if node.op != "placeholder")
         self._slices: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self._wholes = {node: node.meta.get("example_value") for node in self.graph.nodes}
+        self._seen: dict[fx.Node, Any] = {}
 
     def cut(self, node: Any) -> Cut | None:
         """How a tensor is cut; `None`: it is whole."""
@@ -67,7 +68,15 @@ class Editor:
         return [each for each in self.values if memory_of(self._wholes.get(each)) == key]
 
     def whole(self, node: fx.Node) -> Any:
-        """A new fake value of a node as Dynamo saw it, of the sizes that it has now."""
+        """A fake value of a node as Dynamo saw it, to look at; operations are run on new ones."""
+        if node not in self._seen:
+            found = self._new_whole(node)
+            if self._wholes.get(node) is None:
+                return found  # what it is depends on the program so far
+            self._seen[node] = found
+        return self._seen[node]
+
+    def _new_whole(self, node: fx.Node) -> Any:
         found = self._wholes.get(node)
         if found is None and node.op == "get_attr":
             found = getattr(self.module, str(node.target), None)
@@ -85,7 +94,7 @@ class Editor:
             if self._wholes.get(node) is None and node.op.startswith("call"):
                 self.run(node)
             else:
-                self.values[node] = self.whole(node)
+                self.values[node] = self._new_whole(node)
         return self.values[node]
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
@@ -106,7 +115,7 @@ class Editor:
         """Arguments of a node as whole values, some of them replaced."""
         return fx.map_arg(
             (node.args, node.kwargs),
-            lambda each: instead[each] if each in instead else self.whole(each),
+            lambda each: instead[each] if each in instead else self._new_whole(each),
         )
 
     def aligned(self, node: fx.Node, cut: Cut | None, size: int) -> fx.Node:
@@ -117,11 +126,9 @@ class Editor:
             cut: how it would have to be cut; `None`: it does not have their dimension.
             size: of their dimension, as a whole.
         """
-        if cut is not None and self.shape(node)[cut.dim] != size:
-            cut = None  # it is broadcast
-        if cut is None or self.cut(node) == cut:
-            return self.gathered(node) if cut is None else node
-        return self.sliced(self.gathered(node), cut)
+        if cut is None or self.shape(node)[cut.dim] != size:
+            return self.gathered(node)  # it is broadcast
+        return node if self.cut(node) == cut else self.sliced(self.gathered(node), cut)
 
     def gathered(self, node: fx.Node) -> fx.Node:
         """The whole value of a node that may be cut.

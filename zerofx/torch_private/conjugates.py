@@ -45,7 +45,8 @@ def own_part(x: Tensor, group: str, rank: int, size: int) -> Tensor:
     return _OwnPart.apply(x, group, rank, size)
 
 
-def _sum(x: Tensor, group: Any) -> Tensor:
+def summed(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks; it has no gradient of its own."""
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
 
 
@@ -65,13 +66,13 @@ class _ForParts(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _sum(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 class _SumOfParts(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _sum(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore

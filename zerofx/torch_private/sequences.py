@@ -13,6 +13,8 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.autograd import Function
 
+from zerofx.torch_private.conjugates import summed
+
 
 def own_positions(x: Tensor, dim: int, outer: int, rank: int, size: int) -> Tensor:
     """This rank's part of a whole value; its gradient is zero elsewhere."""
@@ -70,18 +72,14 @@ class _Total(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return _sum(x, group)
+        return summed(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _sum(grad, ctx.group), None
+        return summed(grad, ctx.group), None
 
 
 def _exchange(x: Tensor, split: int, join: int, group: Any, size: int) -> Tensor:
     sent = torch.stack(x.unflatten(split, (size, -1)).unbind(split))
     came = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, group))
     return torch.cat(came.unbind(), join)
-
-
-def _sum(x: Tensor, group: Any) -> Tensor:
-    return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
