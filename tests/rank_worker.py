@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._functorch._aot_autograd import graph_compile
 
 
 def serve(
@@ -44,7 +46,7 @@ def serve(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     environment = dict(os.environ)
     torch.set_num_threads(1)
-    time_no_guards()
+    spare_what_nobody_reads()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     _answer(connection, (True, None))
@@ -104,12 +106,16 @@ def _fresh_state(environment: dict[str, str]) -> None:
     torch.manual_seed(0)
 
 
-def time_no_guards() -> None:
-    """Dynamo times the guards of each frame that it compiles, with caches that it empties first.
+def spare_what_nobody_reads() -> None:
+    """Let a compilation do without what only logs show: a tenth of a second of a processor.
 
-    That takes 20 ms and more, of a processor that other ranks compute on, for a figure in its log.
+    Dynamo times the guards of each frame, with caches that it empties first; AOTAutograd prints
+    its graphs, and makes states for a kind of random numbers that nobody asks for.
     """
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    graph_compile._log_joint_graph = lambda *_: None
+    graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
+    PhiloxStateTracker.reset = classmethod(lambda _: None)
 
 
 def redirect_output(log: str, errors: str = "") -> None:

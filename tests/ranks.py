@@ -236,6 +236,8 @@ _PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
+    "zerofx.frontend.backend",
+    "zerofx.checkpoint",
 )
 
 

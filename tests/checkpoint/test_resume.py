@@ -64,18 +64,16 @@ def _read(folder: Path, stage: int, shard_first: bool) -> dict[str, torch.Tensor
     return state
 
 
-RANKS = ((2, 1), (1, 2), (4, 2), (2, 4))
-
-
-@pytest.mark.parametrize(("before", "after"), RANKS)
-def test_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
-    """Each pair of ranks, stage and whether the model was sharded before loading occurs."""
-    turn = RANKS.index((before, after)) % 2 == 0
-    for stage, shard_first in ((1, turn), (3, not turn)):
-        folder = tmp_path / f"{stage}"
-        wanted = run_ranks(before, _write, folder, stage, timeout=120)[0]
-        for got in run_ranks(after, _read, folder, 4 - stage, shard_first, timeout=120):
-            bitwise(got, wanted)
+@pytest.mark.parametrize(
+    ("before", "after", "stage", "shard_first"),
+    [(2, 1, 1, True), (1, 2, 3, True), (4, 2, 3, False), (2, 4, 1, False)],
+)
+def test_another_number_of_ranks(
+    tmp_path: Path, before: int, after: int, stage: int, shard_first: bool
+) -> None:
+    wanted = run_ranks(before, _write, tmp_path, stage, timeout=120)[0]
+    for got in run_ranks(after, _read, tmp_path, 4 - stage, shard_first, timeout=120):
+        bitwise(got, wanted)
 
 
 def _hybrid(folder: Path) -> dict[str, torch.Tensor]:

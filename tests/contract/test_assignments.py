@@ -15,7 +15,6 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zerofx
 from tests.contract.loops import (
-    STAGES,
     Net,
     close,
     compiled,
@@ -69,7 +68,7 @@ def _tied(stage: int) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_tying_after_sharding(stage: int) -> None:
     run_ranks(2, _tied, stage)
 
@@ -123,7 +122,7 @@ def _dtensor_assigned(stage: int) -> None:
         assert model.first(data(0)[0]).shape == (4, 13)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_assigning_dtensors_and_deleting(stage: int) -> None:
     run_ranks(2, _dtensor_assigned, stage)
 
@@ -148,7 +147,7 @@ def _initialised(stage: int) -> None:
         close(run(*data(1)), ddp_model(*data(1)), "loss after zerofx.unshard")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_initialising_after_sharding(stage: int) -> None:
     run_ranks(2, _initialised, stage)
 
@@ -246,11 +245,10 @@ def _removed(stage: int, index: int, before: bool) -> None:
     both(clone, compiled(clone, stage), _plain_like(clone), 4)
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("stage", "before"), [(1, True), (3, False)])
 @pytest.mark.parametrize("index", [0, 1])
-def test_parametrizations_that_are_copied_and_removed(index: int, before: bool) -> None:
-    for stage in (1, 3):
-        run_ranks(2, _removed, stage, index, before)
+def test_parametrizations_that_are_copied_and_removed(index: int, stage: int, before: bool) -> None:
+    run_ranks(2, _removed, stage, index, before)
 
 
 def _spectral_after() -> None:

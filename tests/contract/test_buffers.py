@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import STAGES, close, compiled, data, full, net, sgd, twin
+from tests.contract.loops import close, compiled, data, full, net, sgd, twin
 from tests.hard.wire import watched
 from tests.ranks import run_ranks
 
@@ -128,7 +128,7 @@ def _trains_as_ddp(kind: type[nn.Module], stage: int, steps: int = 4) -> list[bo
 
 
 @pytest.mark.parametrize("steps", [4, 5])  # the fifth, which only rank 0 takes, before evaluation
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_branch_that_one_rank_takes(stage: int, steps: int) -> None:
     first, other = run_ranks(2, _trains_as_ddp, Restarting, stage, steps)
     assert any(one != another for one, another in zip(first, other, strict=True))

@@ -219,7 +219,7 @@ def _unsharded(stage: int) -> None:
     same(model, plain)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_unshard_shows_and_writes_full_values(stage: int) -> None:
     run_ranks(2, _unsharded, stage)
 
@@ -239,7 +239,7 @@ def _optimized(stage: int) -> None:
         same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_foreach_and_fused_optimizers(stage: int) -> None:
     run_ranks(2, _optimized, stage)
 

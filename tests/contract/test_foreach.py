@@ -38,8 +38,7 @@ def _captured(stage: int, foreach: bool) -> None:
                 assert isinstance(early.state[param]["step"], torch.Tensor)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "foreach"), [(1, True), (3, False)])
 def test_capturable(stage: int, foreach: bool) -> None:
     """The arithmetic that a CUDA graph of a step would hold: its counters are tensors."""
     run_ranks(2, _captured, stage, foreach)
@@ -108,24 +107,23 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def _fused(stage: int) -> None:
+def _fused(stage: int, early: bool) -> None:
     for name, (build, options) in FUSED.items():
-        for early in (True, False):
-            model, ddp = net(), twin(net())
-            run = compiled(model, stage)
-            if not early:
-                with torch.no_grad():
-                    run(*data(0))
-            optimizer = build(model.parameters(), fused=True, **options)
-            got = train(run, optimizer, 3)
-            want = train(ddp, build(ddp.parameters(), foreach=False, **options), 3)
-            close(torch.tensor(got), torch.tensor(want), f"losses with {name}", rtol=1e-5)
-            same(model, ddp, rtol=1e-4)
+        model, ddp = net(), twin(net())
+        run = compiled(model, stage)
+        if not early:
+            with torch.no_grad():
+                run(*data(0))
+        optimizer = build(model.parameters(), fused=True, **options)
+        got = train(run, optimizer, 3)
+        want = train(ddp, build(ddp.parameters(), foreach=False, **options), 3)
+        close(torch.tensor(got), torch.tensor(want), f"losses with {name}", rtol=1e-5)
+        same(model, ddp, rtol=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fused(stage: int) -> None:
-    run_ranks(2, _fused, stage)
+@pytest.mark.parametrize(("stage", "early"), [(0, True), (1, False), (2, True), (3, False)])
+def test_fused(stage: int, early: bool) -> None:
+    run_ranks(2, _fused, stage, early)
 
 
 def _saved_apart(stage: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import FAST, STAGES, compiled, data, net, same, sgd, sharded, train, twin
+from tests.contract.loops import FAST, compiled, data, net, same, sgd, sharded, train, twin
 from tests.ranks import run_ranks
 
 
@@ -111,7 +111,7 @@ def _as_ddp(build: Any, stage: int, **options: Any) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("build", BUILDS)
 def test_trains_as_ddp_does(build: Any, stage: int) -> None:
     run_ranks(2, _as_ddp, build, stage)
@@ -151,6 +151,6 @@ def _energy(stage: int) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_backward_inside_forward(stage: int) -> None:
     run_ranks(2, _energy, stage)

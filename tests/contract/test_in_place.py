@@ -79,7 +79,7 @@ def _start_over(stage: int) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_reset_parameters_and_noise(stage: int) -> None:
     run_ranks(2, _start_over, stage)
 
@@ -113,6 +113,6 @@ def _operands(stage: int) -> None:
         close(full(model.weight), full(plain.weight), name)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_full_operands(stage: int) -> None:
     run_ranks(2, _operands, stage)

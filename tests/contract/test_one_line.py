@@ -142,7 +142,7 @@ def _function(stage: int) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_compiled_function_that_calls_a_module(stage: int) -> None:
     run_ranks(2, _function, stage)
 
@@ -183,7 +183,7 @@ def _per_block(stage: int) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_many_blocks_compiled_one_by_one_share_programs(stage: int) -> None:
     # The first block's input needs no gradient.
     assert run_ranks(2, _per_block, stage) == [2, 2]

@@ -14,7 +14,6 @@ from torch.optim import SGD, AdamW
 import zerofx
 from tests.contract.loops import (
     FAST,
-    STAGES,
     close,
     compiled,
     config,
@@ -54,7 +53,7 @@ def _same_gradients(model: nn.Module, ddp: Any) -> None:
     ddp.zero_grad()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_clipping_by_norm_and_by_value(stage: int) -> None:
     run_ranks(2, _clipped, stage)
 
@@ -84,7 +83,7 @@ def _adaptive(stage: int) -> None:
     _same_gradients(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_adaptive_clipping(stage: int) -> None:
     run_ranks(2, _adaptive, stage)
 

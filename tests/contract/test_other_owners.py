@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
-from tests.contract.loops import STAGES, adamw, compiled, config, data, full, net, same, train, twin
+from tests.contract.loops import adamw, compiled, config, data, full, net, same, train, twin
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError, UnreducedGradientError, UnsupportedError
 
@@ -32,7 +32,7 @@ def _resumed(stage: int) -> None:
     same(model, ddp, rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_optimizer_states_of_one_process(stage: int) -> None:
     run_ranks(2, _resumed, stage)
 
@@ -193,7 +193,7 @@ def _follows(stage: int) -> None:
         assert torch.equal(plain + model.key.weight, full(model.key.weight))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_data_assigned_in_forward(stage: int) -> None:
     run_ranks(2, _follows, stage)
 

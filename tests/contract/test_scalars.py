@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
-from tests.contract.loops import STAGES, compiled, config, data, full, net, same, sgd, twin
+from tests.contract.loops import compiled, config, data, full, net, same, sgd, twin
 from tests.logs import heard
 from tests.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def _read(stage: int) -> None:
     assert total.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_numbers_are_global(stage: int) -> None:
     run_ranks(2, _read, stage)
 

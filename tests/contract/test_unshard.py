@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofx
-from tests.contract.loops import STAGES, Net, close, compiled, config, data, net, refused, same
+from tests.contract.loops import Net, close, compiled, config, data, net, refused, same
 from tests.ranks import run_ranks
 from zerofx.errors import ShardingError
 
@@ -57,7 +57,7 @@ def _named(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_module_and_parameters_inside_a_model(stage: int) -> None:
     run_ranks(2, _parts, stage)
 

@@ -99,7 +99,7 @@ def _swapped(stage: int) -> None:
     same(model, ddp)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_weights_put_aside(stage: int) -> None:
     run_ranks(2, _swapped, stage)
 
@@ -135,7 +135,7 @@ def _average(param: Tensor) -> Tensor:
     return grad / torch.distributed.get_world_size()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_full_values_in_a_loss(stage: int) -> None:
     run_ranks(2, _whole_in_a_loss, stage)
 

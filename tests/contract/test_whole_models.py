@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zerofx
-from tests.contract.loops import STAGES, config, full, net
+from tests.contract.loops import config, full, net
 from tests.ranks import run_ranks
 from zerofx.errors import UnsupportedError
 from zerofx.sharding.shard import session_of
@@ -71,7 +71,7 @@ def _loaded(stage: int, folder: str) -> None:
     assert run(x).sum().item() == wanted
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_writes_to_a_state_dict_are_seen(stage: int, tmp_path: str) -> None:
     run_ranks(2, _loaded, stage, str(tmp_path))
 
@@ -89,7 +89,7 @@ def _began_alone(stage: int) -> list[Tensor]:
     return [*grads, *locals_]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_from_before_become_means(stage: int) -> None:
     zero, one = run_ranks(2, _began_alone, stage)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(zero, one, strict=True))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.fingerprint.chain import OPTIONS, WIDTH, Chain, fit
-from tests.hard.pair import EAGER, STAGES, Pair
+from tests.hard.pair import EAGER, Pair
 from tests.models import batch, make
 from tests.ranks import RanksFailed, run_ranks
 from zerofx.errors import UnsupportedError
@@ -108,7 +108,7 @@ def _without_programs(name: str, stage: int) -> None:
             pair.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_code_that_runs_without_its_program_trains_the_same(stage: int) -> None:
     for name in ("frozen", "twice"):
         run_ranks(2, _without_programs, name, stage)

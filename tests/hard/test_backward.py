@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, draw, full, same
+from tests.hard.pair import EAGER, INDUCTOR, Pair, draw, full, same
 from tests.models import batch, make
 from tests.ranks import run_ranks
 
@@ -35,7 +35,7 @@ def _retained(stage: int) -> None:
     pair.train(_loss, [3])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_repeated_and_interleaved_backwards(stage: int) -> None:
     run_ranks(2, _retained, stage)
 
@@ -61,7 +61,7 @@ def _effects(stage: int, inner: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "inner"), [*((stage, "eager") for stage in STAGES), (1, "inductor"), (3, "inductor")]
+    ("stage", "inner"), [(0, "eager"), (1, "inductor"), (2, "eager"), (3, "eager")]
 )
 def test_effects_in_forward(stage: int, inner: str) -> None:
     run_ranks(2, _effects, stage, inner)
@@ -165,7 +165,7 @@ def _recovers(stage: int, options: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_after_an_exception(stage: int, accumulate: int) -> None:
     run_ranks(2, _recovers, stage, {"accumulate": accumulate})
 
@@ -177,7 +177,7 @@ def _anomaly(stage: int) -> None:
         pair.train(_loss, 2)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_anomaly_mode(stage: int) -> None:
     run_ranks(2, _anomaly, stage)
 
@@ -201,7 +201,7 @@ def _gradient_penalty(stage: int) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_gradient_penalty_in_eager(stage: int) -> None:
     run_ranks(2, _gradient_penalty, stage)
 
@@ -225,7 +225,7 @@ def _hvp(stage: int) -> None:
         same(ours, theirs / dist.get_world_size(), f"product of {name}", 1e-5)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_hessian_vector_product_in_eager(stage: int) -> None:
     run_ranks(2, _hvp, stage)
 

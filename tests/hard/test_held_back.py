@@ -44,7 +44,7 @@ def _adversarial(stage: int, how: str, replicate: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["no_sync", "accumulate"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_asked_for_on_the_way_are_not_counted(stage: int, how: str) -> None:
     run_ranks(2, _adversarial, stage, how, 1)
 
@@ -189,6 +189,6 @@ def _steps_in_backward(stage: int) -> None:
         same(full(ours), full(theirs), name, 1e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_optimizers_in_the_backward_of_two_programs(stage: int) -> None:
     run_ranks(2, _steps_in_backward, stage)

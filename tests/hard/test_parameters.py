@@ -74,7 +74,7 @@ def _toggled(stage: int) -> None:
     pair.train(loss, [6, 7])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_freezing_and_thawing_during_a_run(stage: int) -> None:
     run_ranks(2, _toggled, stage)
 
@@ -93,7 +93,7 @@ def _toggled_between_micro_batches(stage: int) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2])
 def test_freezing_and_thawing_between_micro_batches(stage: int) -> None:
     run_ranks(2, _toggled_between_micro_batches, stage)
 
@@ -129,7 +129,7 @@ def _sometimes(stage: int) -> None:
     pair.train(lambda run, number: run(draw(4, 7, seed=number), turns[number]), len(turns))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_used_on_some_steps_only(stage: int) -> None:
     run_ranks(2, _sometimes, stage)
 
@@ -141,7 +141,7 @@ def _zoo(name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["thin", "odd", "mixed", "moe"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_thin_empty_scalar_mixed_and_unused(name: str, stage: int) -> None:
     run_ranks(2, _zoo, name, stage)
 
@@ -160,7 +160,7 @@ def _assigned(stage: int) -> None:
         pair.train(loss, 2)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_assigning_to_parameters_of_which_a_rank_has_no_rows(stage: int) -> None:
     run_ranks(2, _assigned, stage)
 
@@ -200,7 +200,7 @@ def _returned(stage: int) -> None:
         same(pair.run(draw(3, 6))[1], pair.plain(draw(3, 6))[1], "weight after an edited copy")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_returned_weights_are_copies(stage: int) -> None:
     run_ranks(2, _returned, stage)
 
@@ -238,7 +238,7 @@ def _penalty_outside(stage: int) -> None:
     pair.train(loss, 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("job", [_penalty_inside, _penalty_outside])
 def test_l2_penalty_over_parameters(job: object, stage: int) -> None:
     run_ranks(2, job, stage)  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, draw, same
+from tests.hard.pair import EAGER, INDUCTOR, Pair, draw, same
 from tests.ranks import run_ranks
 
 
@@ -41,7 +41,7 @@ def _same_masks(stage: int, checkpointed: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_eager_dropout_is_the_plain_models(stage: int, checkpointed: bool) -> None:
     run_ranks(2, _same_masks, stage, checkpointed)
 
@@ -72,7 +72,7 @@ def _same_as_inductor(stage: int, checkpointed: bool) -> None:
         same(one, other, f"value {index}", 1e-5)
 
 
-@pytest.mark.parametrize(("stage", "checkpointed"), [(3, False), (3, True), (1, False)])
+@pytest.mark.parametrize(("stage", "checkpointed"), [(1, False), (3, True)])
 def test_inductor_dropout_is_plain_inductors(stage: int, checkpointed: bool) -> None:
     run_ranks(1, _same_as_inductor, stage, checkpointed, timeout=220)
 

@@ -14,7 +14,6 @@ import zerofx
 from tests.hard.pair import (
     EAGER,
     INDUCTOR,
-    STAGES,
     Pair,
     average,
     descend,
@@ -80,7 +79,7 @@ def _teacher(stage: int, inner: str) -> None:
     same_parameters(teacher, plain_teacher)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_teacher_and_student(stage: int) -> None:
     run_ranks(2, _teacher, stage, "eager")
 
@@ -120,7 +119,7 @@ def _one_function(stage: int, copied: bool) -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_one_function_over_two_models(stage: int, copied: bool) -> None:
     run_ranks(2, _one_function, stage, copied)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hard.pair import EAGER, INDUCTOR, STAGES, Pair, draw
+from tests.hard.pair import EAGER, INDUCTOR, Pair, draw
 from tests.ranks import run_ranks
 
 
@@ -46,7 +46,7 @@ def _many_shapes(stage: int, inner: str, **compile_options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dynamic"), [*((stage, None) for stage in STAGES), (1, True), (3, True)]
+    ("stage", "dynamic"), [(0, None), (1, True), (2, None), (3, True), (3, None)]
 )
 def test_batch_sizes_and_lengths(stage: int, dynamic: bool | None) -> None:
     run_ranks(2, _many_shapes, stage, "eager", dynamic=dynamic)
@@ -68,7 +68,7 @@ def _ranks_of_their_own(stage: int) -> None:
     pair.train(loss, 4)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_one_rank_recompiles_alone(stage: int) -> None:
     run_ranks(2, _ranks_of_their_own, stage)
 
