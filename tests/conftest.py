@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="zerofx_inductor_", ignore_cleanup_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        # A pool of compilers would import torch in processes of its own, and so would trials of
+        # what the processor can do.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+        if gold := shutil.which("ld.gold"):  # goes through the names in libtorch in half the time
+            linker = Path(folder.name) / "linker" / "ld"
+            linker.parent.mkdir()
+            linker.symlink_to(gold)
+            os.environ["COMPILER_PATH"] = str(linker.parent)
         config.add_cleanup(folder.cleanup)
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-from torch._functorch._aot_autograd import graph_compile
 
 
 def serve(
@@ -112,6 +110,9 @@ def spare_what_nobody_reads() -> None:
     Dynamo times the guards of each frame, with caches that it empties first; AOTAutograd prints
     its graphs, and makes states for a kind of random numbers that nobody asks for.
     """
+    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+    from torch._functorch._aot_autograd import graph_compile
+
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     graph_compile._log_joint_graph = lambda *_: None
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)

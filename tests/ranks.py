@@ -264,8 +264,6 @@ def worker_env() -> dict[str, str]:
     env = {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
-        # Compile in the rank itself: a compile pool per rank would cost seconds and gigabytes.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     if sys.platform == "linux":
         # Otherwise gloo looks the host's own name up, which fails on machines without DNS.
