@@ -236,8 +236,6 @@ _PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
-    "zerofx.frontend.backend",
-    "zerofx.checkpoint",
 )
 
 

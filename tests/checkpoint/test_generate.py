@@ -78,8 +78,7 @@ def _together(build: Callable[[], Any], sample: bool, eos: int) -> tuple[list[in
     return found, peak - start, everything
 
 
-@pytest.mark.parametrize("build", [_llama, _gpt2])
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("build", "sample"), [(_llama, False), (_llama, True), (_gpt2, True)])
 def test_generate_equals_a_single_process(build: Callable[[], Any], sample: bool) -> None:
     ((eos, wanted),) = run_ranks(1, _alone, build, sample, timeout=120)
     assert len(wanted[0]) != len(wanted[1]), "both stop together: the test shows nothing"

@@ -127,8 +127,8 @@ def _trains_as_ddp(kind: type[nn.Module], stage: int, steps: int = 4) -> list[bo
     return signs
 
 
-@pytest.mark.parametrize("steps", [4, 5])  # the fifth, which only rank 0 takes, before evaluation
-@pytest.mark.parametrize("stage", [0, 3])
+# The fifth step, which only rank 0 takes, comes before an evaluation.
+@pytest.mark.parametrize(("stage", "steps"), [(0, 5), (3, 4), (3, 5)])
 def test_a_branch_that_one_rank_takes(stage: int, steps: int) -> None:
     first, other = run_ranks(2, _trains_as_ddp, Restarting, stage, steps)
     assert any(one != another for one, another in zip(first, other, strict=True))
@@ -149,8 +149,9 @@ def test_ranks_ask_each_other_over_gloo_where_nccl_is_alone() -> None:
     assert run_ranks(2, _groups_made, True) == [0] * 2
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", [Cumulative, Counterless, Redrawing, Recurrent])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [(Cumulative, 0), (Counterless, 3), (Redrawing, 0), (Recurrent, 3)]
+)
 def test_values_that_ranks_write_inside_a_forward(kind: type[nn.Module], stage: int) -> None:
     run_ranks(2, _trains_as_ddp, kind, stage)
 

@@ -83,7 +83,7 @@ def _agree(
 
 @pytest.mark.parametrize(
     ("stage", "inner"),
-    [(1, "eager"), (2, "eager"), (3, "eager"), (3, "inductor")],
+    [(1, "eager"), (3, "eager"), (3, "inductor")],  # stage 2: with two micro-batches
 )
 def test_two_ranks(stage: int, inner: str) -> None:
     _agree(stage, 2, inner, FEW, 0.01)

@@ -93,8 +93,7 @@ def _train(kind: str, stage: int) -> None:
     pair.train(lambda run, number: run(draw(4, 6, seed=number)))
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("kind", "stage"), [*zip(MODELS, (1, 3, 1, 3), strict=True)])
 def test_graphs_inside_a_graph(kind: str, stage: int) -> None:
     run_ranks(2, _train, kind, stage)
 

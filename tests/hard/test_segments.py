@@ -57,9 +57,8 @@ def _not_inductor(module: fx.GraphModule, *_: Any) -> Any:
     return run_boxed(module, module.graph)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_compilations_do_not_grow_with_depth(dropout: float) -> None:
-    two, five, nine = run_ranks(2, _num_distinct, [2, 5, 9], dropout)[0]
+def test_compilations_do_not_grow_with_depth() -> None:
+    two, five, nine = run_ranks(2, _num_distinct, [2, 5, 9], 0.2)[0]  # with dropout
     # Two blocks have no middle; beyond that only reuse grows.
     assert five[0] == nine[0] and two[0] <= five[0], (two, five, nine)
     assert nine[1] > five[1] > two[1]

@@ -165,8 +165,7 @@ def alone(build: Any) -> tuple[Tensor, nn.Module]:
 
 
 CASES: dict[str, tuple[Any, Any]] = {
-    "stage 1": (Gpt, lambda: _by_specs(1)),
-    "stage 3": (Gpt, _by_specs),
+    "rules": (Gpt, lambda: _by_specs(1)),
     "the plan of a model": (Qwen, _recipe),
 }
 

@@ -134,3 +134,13 @@ def on_two_nodes(folder: str) -> None:
 
 def test_each_node_has_its_disk(tmp_path: Path) -> None:
     run_ranks(2, on_two_nodes, str(tmp_path), timeout=200)
+
+
+def smooths_labels(folder: str) -> None:
+    recipe = zerofx.from_deepspeed(nested(FILES["sequences that zerofx cuts"]), inner="eager")
+    with pytest.raises(ConfigError, match="loss itself, from logits of which each rank has a part"):
+        trainer_of(None, folder, model_of(""), zero=recipe, label_smoothing_factor=0.1)
+
+
+def test_losses_of_cut_sequences_are_the_models(tmp_path: Path) -> None:
+    run_ranks(2, smooths_labels, str(tmp_path), timeout=200)

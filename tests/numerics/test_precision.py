@@ -61,9 +61,8 @@ def test_through_inductor() -> None:
     """Kernels that Inductor fuses keep fp32 between operations, where eager rounds to bf16."""
     precision = POLICIES["bf16_reduced_in_fp32"]
     want = run_ranks(2, train, "gpt", "fully_shard", precision=precision)
-    for stage in (1, 3):
-        got = run_ranks(2, train, "gpt", f"zero{stage}", precision=precision, timeout=220)
-        assert_same(got, want, rtol=2e-2)
+    got = run_ranks(2, train, "gpt", "zero3", precision=precision, timeout=220)
+    assert_same(got, want, rtol=2e-2)
 
 
 def test_it_is_not_full_precision() -> None:

@@ -78,7 +78,7 @@ def _trained(
     ("ranks", "size", "stage", "inner", "kind"),
     [
         (4, 2, 3, "eager", {}),
-        (4, 4, 2, "eager", {"rotary": True}),
+        (4, 4, 2, "eager", {"rotary": True, "depth": 1}),
         pytest.param(2, 2, 1, "inductor", {"depth": 1}, marks=INDUCTOR_DIFFERENTIATES),
         (2, 2, 0, "eager", {"rotary": True, "checkpoints": True}),
     ],

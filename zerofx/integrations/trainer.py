@@ -71,7 +71,8 @@ class TrainerMixin(_Base):
         args, kwargs: those of the trainer.
 
     Raises:
-        ConfigError: the arguments ask another library to distribute or compile; names which.
+        ConfigError: the arguments ask another library to distribute or compile; names which. Or
+            ranks have parts of sequences, and the trainer is to compute the loss.
     """
 
     def __init__(
@@ -90,6 +91,12 @@ class TrainerMixin(_Base):
         self._sampler: EpochSampler | None = None
         self._reports: Reports | None = None
         super().__init__(*args, **kwargs)
+        if self._cuts_sequences and (self.label_smoother or self.compute_loss_func):
+            raise ConfigError(
+                "autosp: with label_smoothing_factor or compute_loss_func the trainer computes the "
+                "loss itself, from logits of which each rank has a part",
+                "let the model compute it from the labels",
+            )
         if self._reports is not None:
             self.add_callback(self._reports)
 
