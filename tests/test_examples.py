@@ -1,4 +1,4 @@
-"""The examples run, under torchrun and alone, and leave behind what they promise."""
+"""The examples run, on two ranks and alone, and leave behind what they promise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.scripts import TORCHRUN, run_script
+from tests.scripts import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -21,10 +21,10 @@ def run_example(script: str, *options: str) -> str:
     return run_script(EXAMPLES / script, *options, "--inner", "eager", timeout=200)
 
 
-def run_command(script: str, *options: str, launcher: list[str]) -> str:
-    """Run an example as a person would and return what it printed."""
+def run_alone(script: str, *options: str) -> str:
+    """Run an example without torchrun and return what it printed."""
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / script), *options, "--inner", "eager"],
+        [sys.executable, str(EXAMPLES / script), *options, "--inner", "eager"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -42,7 +42,7 @@ def in_folder(out: Path) -> tuple[str, ...]:
 def test_finetune_trains_saves_and_resumes_at_another_stage(tmp_path: Path) -> None:
     few = ("--length", "32", "--sample-tokens", "2", "--eval-windows", "2")
     common = (*few, "--save-every", "2", *in_folder(tmp_path))
-    run_command("finetune_smollm2.py", *common, "--steps", "2", launcher=TORCHRUN)
+    run_example("finetune_smollm2.py", *common, "--steps", "2")
     pictures, checkpoints = list(tmp_path.glob("*.png")), list((tmp_path / "checkpoints").iterdir())
     assert pictures and all(path.stat().st_size > 5_000 for path in pictures)
     assert checkpoints
@@ -54,7 +54,7 @@ def test_finetune_trains_saves_and_resumes_at_another_stage(tmp_path: Path) -> N
 
 def test_quickstart_needs_no_torchrun(tmp_path: Path) -> None:
     few = ("--steps", "3", "--sample-characters", "4")
-    assert "loss" in run_command("quickstart.py", *in_folder(tmp_path), *few, launcher=[])
+    assert "loss" in run_alone("quickstart.py", *in_folder(tmp_path), *few)
 
 
 def test_trainer_trains_and_saves(tmp_path: Path) -> None:
