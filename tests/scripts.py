@@ -26,8 +26,6 @@ import torch.distributed as dist
 from tests.rank_worker import end_with_the_session, redirect_output
 from tests.ranks import GRACE_SECONDS, forkserver, patience, worker_env
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
 
 def run_script(
     script: Path, *arguments: str, ranks: int = 2, timeout: float = 150, without: str = ""

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.scripts import TORCHRUN
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,8 +19,9 @@ def torchrun(script: Path, *arguments: str, **environment: str) -> str:
         environment: what to add to it.
     """
     ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **environment}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *TORCHRUN, str(script), *arguments],
+        [sys.executable, *launcher, str(script), *arguments],
         env={**os.environ, **ours},
         capture_output=True,
         text=True,

@@ -24,10 +24,10 @@ from zerofx.torch_private import run_boxed
 class Deep(nn.Module):
     """Residual blocks with dropout."""
 
-    def __init__(self, depth: int, dropout: float) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(dropout))
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2))
             for _ in range(depth)
         )
 
@@ -37,14 +37,14 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def _num_distinct(depths: list[int], dropout: float) -> list[tuple[int, int]]:
+def _num_distinct(depths: list[int]) -> list[tuple[int, int]]:
     """Distinct segments, and ones that reuse them; nothing is compiled."""
     counts: list[tuple[int, int]] = []
     for depth in depths:
         torch._dynamo.reset()
         gc.collect()
         by_block = {**INDUCTOR, "bucket_bytes": 400}
-        run = torch.compile(Deep(depth, dropout), backend="zero3", options=by_block)
+        run = torch.compile(Deep(depth), backend="zero3", options=by_block)
         with patch.object(inner, "compile_with_inductor", _not_inductor):
             run(draw(3, 8)).backward()
         compilers = [each for each in gc.get_objects() if type(each) is inner.SegmentCompiler]
@@ -58,7 +58,7 @@ def _not_inductor(module: fx.GraphModule, *_: Any) -> Any:
 
 
 def test_compilations_do_not_grow_with_depth() -> None:
-    two, five, nine = run_ranks(2, _num_distinct, [2, 5, 9], 0.2)[0]  # with dropout
+    two, five, nine = run_ranks(2, _num_distinct, [2, 5, 9])[0]
     # Two blocks have no middle; beyond that only reuse grows.
     assert five[0] == nine[0] and two[0] <= five[0], (two, five, nine)
     assert nine[1] > five[1] > two[1]

@@ -165,5 +165,6 @@ def merged_in_place(stage: int) -> None:
     pair.train(loss_of, [1])
 
 
-def test_merging_in_place() -> None:
-    run_ranks(2, merged_in_place, 3, timeout=120)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_merging_in_place(stage: int) -> None:
+    run_ranks(2, merged_in_place, stage, timeout=120)

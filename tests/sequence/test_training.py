@@ -80,7 +80,7 @@ def _trained(
         (4, 2, 3, "eager", {}),
         (4, 4, 2, "eager", {"rotary": True, "depth": 1}),
         pytest.param(2, 2, 1, "inductor", {"depth": 1}, marks=INDUCTOR_DIFFERENTIATES),
-        (2, 2, 0, "eager", {"rotary": True, "checkpoints": True, "depth": 1}),
+        (2, 2, 0, "eager", {"rotary": True, "checkpoints": True}),
     ],
 )
 def test_trains_as_one_process(
