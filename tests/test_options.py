@@ -13,7 +13,7 @@ from torch import nn
 import zerofx
 from tests.contract.loops import FAST, config, data, net
 from tests.ranks import run_ranks
-from zerofx.config import ZeroConfig
+from zerofx.config import ZeroConfig, config_from_options
 from zerofx.errors import ConfigError
 
 WRONG: dict[str, list[Any]] = {
@@ -68,6 +68,25 @@ def test_every_option_is_tried() -> None:
 def test_one_text_is_a_list_of_one() -> None:
     given = ZeroConfig(disable="schedule", quantize_exact="*head*", dump=Path("a"))  # pyright: ignore[reportArgumentType]
     assert (given.disable, given.quantize_exact, given.dump) == (("schedule",), ("*head*",), "a")
+
+
+def test_names_that_deepspeed_gave_to_zero_plus_plus() -> None:
+    theirs = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    given = config_from_options(3, {**theirs, "zero_hpz_partition_size": 4})
+    assert (given.quantize_weights, given.quantize_gradients) == ("int8", "int4")
+    assert (given.secondary_shards, given.ranks_per_node) == (True, 4)
+    off = dict.fromkeys(theirs, False) | {"zero_hpz_partition_size": 1}
+    assert config_from_options(3, off) == ZeroConfig()
+    wrong: list[dict[str, Any]] = [
+        {"zero_quantized_weights": 1},
+        {"zero_hpz_partition_size": True},
+        {"zero_hpz_partition_size": -1},
+        {"zero_hpz_partition_size": 4, "ranks_per_node": 2},
+        {"zero_quantized_gradients": True, "quantize_gradients": "int8"},
+    ]
+    for options in wrong:
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            config_from_options(3, options)
 
 
 def _cannot_be_dumped(folder: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -207,10 +207,10 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
     """Translate the `options=` of `torch.compile` for the backend `zero{stage}`.
 
     Raises:
-        ConfigError: an unknown key (the nearest known one is named), or a stage that contradicts
-            the backend's name.
+        ConfigError: an unknown key (the nearest known one is named), two names of one option, or a
+            stage that contradicts the backend's name.
     """
-    given = dict(options or {})
+    given = _in_own_names(options or {})
     base = given.pop("config", None)
     if base is not None and not isinstance(base, ZeroConfig):
         raise ConfigError(f"option config={base!r} is not a ZeroConfig", "pass zerofx.ZeroConfig()")
@@ -223,6 +223,33 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
             f'use backend="zero{base.stage}" or ZeroConfig(stage={stage})',
         )
     return dataclasses.replace(base, **given)
+
+
+def _in_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of which ZeRO++'s have the names that DeepSpeed gave them, in zerofx's names."""
+    own = {name: value for name, value in options.items() if name not in _ZERO_PLUS_PLUS}
+    for name, meaning in _ZERO_PLUS_PLUS.items():
+        value = options.get(name)
+        if value is None:
+            continue
+        switch = name != "zero_hpz_partition_size"
+        if isinstance(value, bool) is not switch or not isinstance(value, int) or value < 0:
+            wanted = "True or False" if switch else "an integer of at least 0"
+            raise ConfigError(f"option {name}={value!r} is not allowed", f"use {wanted}")
+        for option, meant in meaning(value).items():
+            if own.setdefault(option, meant) != meant:
+                said = f"{option}={own[option]!r}"
+                raise ConfigError(f"option {name}={value} contradicts {said}", "give one of them")
+    return own
+
+
+_ZERO_PLUS_PLUS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "zero_quantized_weights": lambda on: {"quantize_weights": "int8"} if on else {},
+    "zero_quantized_gradients": lambda on: {"quantize_gradients": "int4"} if on else {},
+    "zero_hpz_partition_size": lambda ranks: (
+        {"secondary_shards": True, "ranks_per_node": ranks} if ranks > 1 else {}
+    ),
+}
 
 
 def refuse_unknown(options: Iterable[str]) -> None:

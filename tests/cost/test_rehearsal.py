@@ -31,8 +31,8 @@ WORLD = 4
 
 @pytest.fixture
 def first_of_four() -> Iterator[None]:
-    """This process as rank 0 of four that do not exist."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=WORLD)
+    """This process as rank 0 of four that do not exist, nor does a store unless torch makes one."""
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
     yield
     torch.compiler.reset()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,8 +29,19 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def default_store() -> dist.Store:
-    """The store behind the default process group; torch has no public accessor."""
-    return dist.distributed_c10d._get_default_store()
+    """The store behind the default process group; torch has no public accessor.
+
+    `init_process_group("fake")` makes one that can neither write nor read: one in memory serves.
+    """
+    store = innermost = dist.distributed_c10d._get_default_store()
+    while isinstance(innermost, dist.PrefixStore):
+        innermost = innermost.underlying_store
+    return store if type(innermost) is not dist.Store else _store_in_memory(dist.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _store_in_memory(group: dist.ProcessGroup | None) -> dist.Store:
+    return dist.HashStore()
 
 
 def is_message(work: Any) -> bool:
