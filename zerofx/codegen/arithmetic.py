@@ -61,7 +61,7 @@ def decode(codec: Codec, parts: Sequence[str]) -> Lines:
     for part in parts if codec.code != "int4" else ():
         byte = code_name(codec, part, parts)
         if codec.code == "fp8":
-            lines += [f"{part} = from_e4m3({byte}.to(tl.int32)) * scale"]
+            lines += [f"{part} = from_e4m3({byte}) * scale"]
         elif codec.symmetric:
             lines += [f"{part} = {byte}.to(tl.int8, bitcast=True).to(tl.float32) * scale"]
         else:
@@ -153,12 +153,9 @@ def to_e4m3(x):
 
 _FROM_E4M3 = '''@triton.jit
 def from_e4m3(code):
-    """The number that an fp8 e4m3 code stands for."""
-    size = code & 0x7F
-    normal = (size << 20) + 0x3C000000
-    small = (size.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    bits = tl.where(size < 8, small, normal) | ((code & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True)
+    """The number that an fp8 e4m3 code stands for: its bits, as those of fp32, are 2⁻¹²⁰ of it."""
+    bits = (code.to(tl.int8, bitcast=True).to(tl.int32) << 20) & ~0x78000000
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 '''
