@@ -70,6 +70,15 @@ def _parameters() -> None:
             with refused("extra", word, kind=UnsupportedError):
                 compiled(model, 3)(*data(0))
             still_plain(model)
+    model = net()
+    model.register_buffer("links", torch.eye(3).to_sparse())
+    with refused("links", "buffers are sparse", "to_dense", kind=UnsupportedError):
+        compiled(model, 3)(*data(0))
+    still_plain(model)
+    links = model.links
+    del model.links
+    model.links = links  # the remedy
+    train(compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_parameters_that_are_not_real_and_dense() -> None:

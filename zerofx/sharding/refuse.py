@@ -76,6 +76,22 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
+def refuse_buffers(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse buffers that rank 0's values cannot be written into.
+
+    Raises:
+        UnsupportedError: names the buffers.
+    """
+    sparse = [f"{name} ({_kind(buffer)})" for name, buffer in named if _is_sparse(buffer)]
+    if sparse:
+        raise UnsupportedError(
+            "buffers are sparse, and ranks may hold other numbers of values in them",
+            "make them attributes that are no buffers (self.adjacency = …), the same on every "
+            "rank, or convert them with .to_dense()",
+            sparse,
+        )
+
+
 def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse tensors that lie in the memory of others: shards lie apart, and would differ soon.
 
@@ -130,11 +146,11 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
 
 
-def _kind(param: nn.Parameter) -> str:
+def _kind(param: Tensor) -> str:
     return "uninitialised" if _is_lazy(param) else f"{param.dtype}, {param.layout}"
 
 
-def _is_lazy(param: nn.Parameter) -> bool:
+def _is_lazy(param: Tensor) -> bool:
     return nn.parameter.is_lazy(param)
 
 
@@ -146,7 +162,7 @@ def _is_of_another_model(param: nn.Parameter) -> bool:
     return isinstance(param, DTensor) and id(param) in states_by_param()
 
 
-def _is_sparse(param: nn.Parameter) -> bool:
+def _is_sparse(param: Tensor) -> bool:
     return param.layout != torch.strided
 
 

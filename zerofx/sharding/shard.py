@@ -22,7 +22,12 @@ from zerofx.sharding import materialise, old_handles
 from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.casts import cast_border
 from zerofx.sharding.classes import bind, bound_states
-from zerofx.sharding.refuse import refuse_parameters, refuse_shared_memory, refuse_wrappers
+from zerofx.sharding.refuse import (
+    refuse_buffers,
+    refuse_parameters,
+    refuse_shared_memory,
+    refuse_wrappers,
+)
 from zerofx.sharding.rows import cut, own_rows
 
 MakeValues = Callable[[nn.Module, Session], dict[int, Tensor]]
@@ -67,6 +72,7 @@ def shard_model(
     olds = {id(param): param for _, param in model.named_parameters() if id(param) in names}
     named = [(names[key][0], param) for key, param in olds.items()]
     refuse_parameters(named)
+    refuse_buffers(model.named_buffers())
     refuse_shared_memory([*named, *model.named_buffers()])
     holders = old_handles.holders_of(list(olds.values()))
     if session is None:
