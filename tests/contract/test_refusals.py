@@ -133,7 +133,7 @@ def _others() -> None:
         zerofx.shard(model, config(3))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    with refused("modules_0_parameters_weight", "did not make", kind=UnsupportedError):
+    with refused("  - 0.weight", "did not make", kind=UnsupportedError):
         compiled(model, 3)(torch.ones(2, 4))
 
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
+from zerofx.frontend.roots import live_modules, names_of
 from zerofx.ir.facts import Facts, Role, facts, module_path, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
@@ -62,7 +63,8 @@ def describe_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> GraphInputs:
                 "the model has DTensor parameters that zerofx did not make",
                 "pass the plain model; zerofx shards it itself, and docs/parallelism.md says how a "
                 "model is divided for tensor parallelism",
-                [str(node.target) for node in graph.find_nodes(op="placeholder")][position:][:1],
+                names_of({id(value)}, live_modules())
+                or [str(node.target) for node in graph.find_nodes(op="placeholder")][position:][:1],
             )
         elif id(value) in named_buffers:
             kept.add(position)

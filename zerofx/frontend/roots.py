@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -117,6 +117,22 @@ def live_modules() -> list[nn.Module]:
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     # A constructor that failed leaves half of one, which a traceback may keep.
     return [module for module in found if "_modules" in vars(module)]
+
+
+def names_of(wanted: Collection[int], modules: Iterable[nn.Module]) -> list[str]:
+    """The longest qualified name of each parameter that `modules` own.
+
+    Args:
+        wanted: ids of the parameters.
+        modules: such as `live_modules` finds.
+    """
+    found: dict[int, str] = {}
+    for module in modules:
+        # What torch.compile returns is a module, too; users know the one in it.
+        for name, param in unwrap_compiled(module).named_parameters():
+            if id(param) in wanted and len(name) > len(found.get(id(param), "")):
+                found[id(param)] = name
+    return sorted(found.values())
 
 
 def refuse_running_wrappers() -> None:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from zerofx.errors import ConfigError, UnreducedGradientError
-from zerofx.frontend.roots import live_modules
+from zerofx.frontend.roots import live_modules, names_of
 from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
@@ -152,15 +152,5 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
             "torch.compile(model, …), or raise torch._dynamo.config.recompile_limit; models that "
             "zerofx does not train belong in DistributedDataParallel or, if you average their "
             "gradients yourself or each rank has its own, zerofx.trust(optimizer)",
-            _names(modules, suspects),
+            names_of(suspects, modules) or [f"{len(suspects)} parameters that no module owns"],
         )
-
-
-def _names(modules: list[nn.Module], wanted: set[int]) -> list[str]:
-    """The longest qualified name of each parameter, and its shape."""
-    found: dict[int, str] = {}
-    for module in modules:
-        for name, param in module.named_parameters():
-            if id(param) in wanted and len(name) > len(found.get(id(param), "")):
-                found[id(param)] = name
-    return sorted(found.values()) or [f"{len(wanted)} parameters that no module owns"]
