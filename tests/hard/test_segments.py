@@ -94,6 +94,33 @@ def test_channels_last_strides_survive() -> None:
     run_ranks(2, _strides, timeout=220)
 
 
+class Transposed(nn.Module):
+    """Norms over transposed values: kernels give them other strides than tracing says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 5, bias=False)
+        self.batch, self.layer = nn.BatchNorm1d(6), nn.LayerNorm(9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.batch(self.first(x).transpose(1, 2)).transpose(1, 2).tanh()
+        hidden = self.layer(self.head(hidden).transpose(1, 2)).transpose(1, 2)
+        return self.first(F.pad(hidden, (0, 1))).square().mean()
+
+
+def _transposed(options: dict[str, Any], rtol: float) -> None:
+    pair = Pair(Transposed(), 3, options, rtol=rtol)
+    x = torch.randn(4, 9, 6)
+    for _ in range(2):
+        pair.backward(lambda run, _: run(x))
+        pair.step()
+
+
+@pytest.mark.parametrize("options, rtol", [(EAGER, 1e-6), (INDUCTOR, 1e-4)])
+def test_strides_of_kernels_are_not_those_traced(options: dict[str, Any], rtol: float) -> None:
+    run_ranks(2, _transposed, options, rtol)
+
+
 class Aliasing(nn.Module):
     """Outputs that alias inputs and each other, and buffers that forward updates."""
 

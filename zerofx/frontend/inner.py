@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerofx.config import ZeroConfig
@@ -54,7 +55,7 @@ class SegmentCompiler:
         )
         self._known |= made
         self._known |= {
-            name: run_boxed(each.owner, each.graph)
+            name: run_boxed(each.owner, _viewed_as_it_comes(each.graph))
             for name, each in new.items()
             if not self._is_kernel(each)
         }
@@ -72,6 +73,19 @@ class SegmentCompiler:
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # pyright: ignore
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         return compile_with_inductor(module, values, is_backward, self.patches)
+
+
+def _viewed_as_it_comes(graph: fx.Graph) -> fx.Graph:
+    """The graph with views that copy where they have to.
+
+    Op by op, strides are those of torch's kernels: some (LayerNorm's and BatchNorm's of transposed
+    values) differ from what was traced, and views that were possible then are not. Nothing writes
+    through a view: graphs are functional.
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    return graph
 
 
 def patches_of_mode(mode: str | None, config: ZeroConfig) -> dict[str, Any]:
