@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.contract.loops import (
 from tests.oracle import Result, assert_same
 from tests.oracle import train as train_zoo
 from tests.ranks import run_ranks
+from tests.scripts import run_script
 from zerofx.errors import ShardingError, UnreducedGradientError
 
 
@@ -69,6 +71,37 @@ def _names_in_the_guard() -> None:
 
 def test_the_step_guard_names_parameters_and_lets_ddp_pass() -> None:
     run_ranks(2, _names_in_the_guard)
+
+
+_REFERENCE_FIRST = """
+import torch
+import torch.distributed as dist
+import zerofx
+
+dist.init_process_group("gloo")
+reference, model = torch.nn.Linear(7, 5), torch.nn.Linear(7, 5)
+optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+
+def step(run, optimizer):
+    run(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+
+step(reference, optimizer)
+run = torch.compile(model, backend="zero3", options={"inner": "eager"})
+step(run, torch.optim.SGD(model.parameters(), lr=0.1))
+try:
+    step(reference, optimizer)
+except zerofx.ZeroFxError as error:
+    assert error.remedy.startswith("models that zerofx does not train"), error
+    print("refused")
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_to_compare_with_may_train_before_zerofx_does(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_REFERENCE_FIRST)
+    assert run_script(script).split() == ["refused"] * 2
 
 
 class _Part(nn.Module):

@@ -1,8 +1,8 @@
 """Hooks around every optimizer step: nothing trains wrongly in silence.
 
 Importing the backend installs them. Before a step, plain parameters whose gradients no rank
-exchanged are an error; after it, resident copies of what it updated are out of date. In between
-gradients have the dtypes of their parameters.
+exchanged are an error once a model was to be compiled or sharded; after it, resident copies of what
+it updated are out of date. In between gradients have the dtypes of their parameters.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import params_of
 from zerofx.sharding.old_handles import StaleParameter, cut_state, refuse_optimizers
 from zerofx.sharding.rows import cut
+from zerofx.torch_private import looked_up
 
 _REDUCED = "_zerofx_reduced_by_wrapper"
 _TRUSTED = "_zerofx_trusted"
+_BACKENDS = ("zero", "zero0", "zero1", "zero2", "zero3")
 
 
 def install() -> None:
@@ -123,6 +125,8 @@ def _applies(optimizer: Optimizer) -> bool:
 
 
 def _refuse_unreduced(params: list[Tensor]) -> None:
+    if not live_sessions() and not looked_up(_BACKENDS):
+        return  # a program that has only imported zerofx yet
     plain = [param for param in params if not isinstance(param, (DTensor, StaleParameter))]
     suspects = {
         id(param)
@@ -140,6 +144,16 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
                 setattr(param, _REDUCED, True)  # looked for once, not at every step
                 suspects.discard(id(param))
     if suspects:
+        ours = (
+            "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "
+            "first forward; or, if the reason is one of the others, compile with "
+            "torch.compile(model, …), or raise torch._dynamo.config.recompile_limit"
+        )
+        others = (
+            "models that zerofx does not train (one to compare with, say) belong in "
+            "DistributedDataParallel or, if you average their gradients yourself or each rank has "
+            "its own, need zerofx.trust(optimizer)"
+        )
         raise UnreducedGradientError(
             "an optimizer is about to apply gradients that only this rank knows: these parameters "
             "were not sharded (Dynamo skipped the code that reads them, as it does with "
@@ -147,10 +161,7 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
             'backend="zero", and a forward calls nn.LSTM or breaks its graph in a loop; Dynamo ran '
             "into its recompile limit; a part of the model was compiled alone; or a function that "
             "another torch.compile compiles calls the model)",
-            "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "
-            "first forward; or, if the reason is one of the others, compile with "
-            "torch.compile(model, …), or raise torch._dynamo.config.recompile_limit; models that "
-            "zerofx does not train belong in DistributedDataParallel or, if you average their "
-            "gradients yourself or each rank has its own, zerofx.trust(optimizer)",
+            # Where a model is sharded already, this is more likely another one.
+            f"{others}; {ours}" if live_sessions() else f"{ours}; {others}",
             names_of(suspects, modules) or [f"{len(suspects)} parameters that no module owns"],
         )

@@ -59,8 +59,9 @@ def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if torch.is_grad_enabled() and any(value.requires_grad for value in given):
         raise UnsupportedError(
             f"{op} mixes sharded and plain tensors, and its result needs gradients",
-            "take full values on all ranks, param.full_tensor(); or take the plain copy after the "
-            "model was sharded: zerofx.shard(model, zerofx.ZeroConfig(stage=…))",
+            "take full values on all ranks: param.full_tensor(), or those that "
+            "`with zerofx.unshard(model) as full:` names; or take the plain copy after the model "
+            "was sharded: zerofx.shard(model, zerofx.ZeroConfig(stage=…))",
         )
     return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
 

@@ -96,7 +96,10 @@ def check_nodes(config: ZeroConfig, num_shards: int, node_size: int) -> None:
         return
     if node_size == num_shards:
         problem = f"all {num_shards} ranks that share the parameters are on one node"
-        remedy = "every gather stays inside it anyway: leave secondary_shards out"
+        remedy = (
+            "every gather stays inside it anyway: leave secondary_shards out "
+            "(zero_hpz_partition_size)"
+        )
     else:
         problem = (
             f"the {num_shards} ranks that share the parameters are alone on their nodes, or nodes "

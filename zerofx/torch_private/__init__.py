@@ -65,7 +65,12 @@ from zerofx.torch_private.foreach import (
     update_local_tensors,
 )
 from zerofx.torch_private.frames import leave_to_python
-from zerofx.torch_private.given import before_forwards, mix_while_tracing, stop_mixing
+from zerofx.torch_private.given import (
+    before_forwards,
+    looked_up,
+    mix_while_tracing,
+    stop_mixing,
+)
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
@@ -170,6 +175,7 @@ __all__ = [
     "live_ranks",
     "local_part",
     "local_parts",
+    "looked_up",
     "lookup_seed_op",
     "map_tensors",
     "memory_of",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch._dynamo import eval_frame
+from torch._dynamo.backends import registry
 from torch._dynamo.callback import (
     CallbackArgs,
     CallbackTrigger,
@@ -118,3 +119,8 @@ def _given(context: Any) -> tuple[Any, Mapping[str, Any]]:
     """The backend that `torch.compile` was given, and what for it."""
     given: Any = innermost_backend(context.callback)
     return getattr(given, "compiler_fn", given), getattr(given, "kwargs", {})
+
+
+def looked_up(names: Iterable[str]) -> bool:
+    """Whether one of these backends was given to `torch.compile` by its name."""
+    return any(name in registry._COMPILER_FNS for name in names)
