@@ -146,6 +146,9 @@ class _PlainGraph:
         elif target is _VIEW and owned_source(node) is not None:
             # Other ranks may own fewer rows than this one.
             target, args = torch.ops.aten.alias.default, args[:1]
+        elif target is _VIEW:
+            # Kernels may give other strides than tracing does.
+            target = torch.ops.aten.reshape.default
         copy = self.made.create_node(
             node.op, target, self._mapped(args), self._mapped(kwargs), name
         )
