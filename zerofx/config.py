@@ -210,7 +210,7 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
         ConfigError: an unknown key (the nearest known one is named), two names of one option, or a
             stage that contradicts the backend's name.
     """
-    given = _in_own_names(options or {})
+    given = in_own_names(options or {})
     base = given.pop("config", None)
     if base is not None and not isinstance(base, ZeroConfig):
         raise ConfigError(f"option config={base!r} is not a ZeroConfig", "pass zerofx.ZeroConfig()")
@@ -225,10 +225,14 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
     return dataclasses.replace(base, **given)
 
 
-def _in_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of which ZeRO++'s have the names that DeepSpeed gave them, in zerofx's names."""
-    own = {name: value for name, value in options.items() if name not in _ZERO_PLUS_PLUS}
-    for name, meaning in _ZERO_PLUS_PLUS.items():
+def in_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of which ZeRO++'s have the names that DeepSpeed gave them, in zerofx's names.
+
+    Raises:
+        ConfigError: a value that DeepSpeed's name cannot have, or another one under zerofx's name.
+    """
+    own = {name: value for name, value in options.items() if name not in ZERO_PLUS_PLUS}
+    for name, meaning in ZERO_PLUS_PLUS.items():
         value = options.get(name)
         if value is None:
             continue
@@ -243,13 +247,14 @@ def _in_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-_ZERO_PLUS_PLUS: dict[str, Callable[[int], dict[str, Any]]] = {
+ZERO_PLUS_PLUS: dict[str, Callable[[int], dict[str, Any]]] = {
     "zero_quantized_weights": lambda on: {"quantize_weights": "int8"} if on else {},
     "zero_quantized_gradients": lambda on: {"quantize_gradients": "int4"} if on else {},
     "zero_hpz_partition_size": lambda ranks: (
         {"secondary_shards": True, "ranks_per_node": ranks} if ranks > 1 else {}
     ),
 }
+"""What DeepSpeed's settings of ZeRO++ mean, by their names."""
 
 
 def refuse_unknown(options: Iterable[str]) -> None:

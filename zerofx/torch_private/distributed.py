@@ -31,12 +31,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def default_store() -> dist.Store:
     """The store behind the default process group; torch has no public accessor.
 
-    `init_process_group("fake")` makes one that can neither write nor read: one in memory serves.
+    The `fake` backend may have one that can neither write nor read: one in memory serves.
     """
-    store = innermost = dist.distributed_c10d._get_default_store()
-    while isinstance(innermost, dist.PrefixStore):
-        innermost = innermost.underlying_store
-    return store if type(innermost) is not dist.Store else _store_in_memory(dist.group.WORLD)
+    if dist.get_backend() == "fake":
+        return _store_in_memory(dist.group.WORLD)
+    return dist.distributed_c10d._get_default_store()
 
 
 @lru_cache(maxsize=1)

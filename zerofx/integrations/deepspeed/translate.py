@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerofx.codegen.blocks import KEPT
-from zerofx.config import ZeroConfig, refuse_unknown
+from zerofx.config import ZERO_PLUS_PLUS, ZeroConfig, in_own_names, refuse_unknown
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.batch import batch_of
 from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
@@ -199,27 +199,22 @@ def _zero_plus_plus(settings: Settings, ranks: int) -> dict[str, Any]:
             f"zero_hpz_partition_size {node} does not divide {ranks} ranks",
             "use the number of ranks on a node",
         )
-    apart = 1 < node < ranks
-    return {
-        "quantize_weights": "int8" if zero.get("zero_quantized_weights") else None,
-        "quantize_gradients": _gradient_codec(zero),
-        "secondary_shards": True if apart else None,
-        "ranks_per_node": node if apart else None,
-    }
+    given = {name: zero[name] for name in ZERO_PLUS_PLUS if name in zero}
+    if node >= ranks:
+        given.pop("zero_hpz_partition_size", None)
+    return in_own_names(given) | _feedback(zero)
 
 
-def _gradient_codec(zero: Mapping[str, Any]) -> str | None:
-    if not zero.get("zero_quantized_gradients"):
-        return None
+def _feedback(zero: Mapping[str, Any]) -> dict[str, Any]:
     given = zero.get("zeropp_loco_param")
-    if given is None:
-        return "int4"
+    if given is None or not zero.get("zero_quantized_gradients"):
+        return {}
     if not isinstance(given, Mapping) or not given.items() <= _LOCO.items():
         raise ConfigError(
             f"zero_optimization.zeropp_loco_param is {given!r}",
             f"write {_LOCO}: feedback has no other settings",
         )
-    return "int4.feedback"
+    return {"quantize_gradients": "int4.feedback"}
 
 
 def _frozen_codes(settings: Settings, exact: Sequence[str]) -> tuple[Change, ...]:
