@@ -33,6 +33,7 @@ from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.frontend.segments import Segment, split
 from zerofx.frontend.trial import measure_machine, slowest
 from zerofx.frontend.views import Programs, gathered_before
+from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.calibrate import calibrate
@@ -170,13 +171,16 @@ def _simulated(programs: Programs, seconds: dict[fx.Node, float], machine: Machi
     processor = dataclasses.replace(machine.host.processor, kernel=0.0)
     host = dataclasses.replace(machine.host, kernel=0.0, processor=processor)
 
-    def on_link(start: fx.Node) -> float:
-        return 0.0 if start in already else machine.link_seconds(start)
+    def on_link(program: Program, start: fx.Node) -> float:
+        return 0.0 if start in already else machine.link_seconds(program, start)
 
     def compute(node: fx.Node) -> float:
         return processor.crowding * seconds.get(node, 0.0)
 
-    return sum(simulate(program, compute, on_link, host=host).seconds for program in programs)
+    return sum(
+        simulate(program, compute, functools.partial(on_link, program), host=host).seconds
+        for program in programs
+    )
 
 
 def _compiled(programs: Programs) -> list[Compiled]:
@@ -260,7 +264,7 @@ def _print(machine: Machine, rows: Sequence[Row]) -> None:
     table.add_row("median", "", *(f"{value:.2f}" for value in medians))
     Console(width=120).print(
         f"{dist.get_world_size()} ranks; predictions as a share of what was measured.\n"
-        f"{machine.roofline}\n{machine.link}\n{machine.reductions}\n{machine.host}",
+        f"{machine.roofline}\n{machine.link}\n{machine.reductions}\n{machine.all_reduces}\n{machine.host}",
         table,
     )
 

@@ -31,6 +31,8 @@ def test_rank_0_keeps_what_all_measured(tmp_path: Path) -> None:
     assert kept.parts[len(tmp_path.parts)] == "0"
     table = loads(kept.read_text())
     assert table.topology == kept.stem and kept.stem in said
+    assert set(table.links()) == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"}
+    assert all(name in said for name in table.links())
     assert {cost.algorithm for cost in table.costs} == {"native", "point_to_point"}
 
 
@@ -48,7 +50,9 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path) -> None:
     (kept,) = tmp_path.rglob("*.json")
     machine = loads_machine(kept.read_text())
     assert kept.parent.name == "machine" and kept.stem in said
-    assert machine.measured and machine.device == "cpu" and machine.reductions is not None
+    assert machine.measured and machine.device == "cpu"
+    links = (machine.link, machine.reductions, machine.all_reduces, machine.all_to_alls)
+    assert None not in links and len(set(links)) == 4
     assert machine.roofline.flops > 1e8 and machine.roofline.bytes_per_second > 1e7
     host = dataclasses.asdict(machine.host)
     assert not host.pop("runs_ahead")

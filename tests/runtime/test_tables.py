@@ -15,12 +15,20 @@ from hypothesis import strategies as st
 
 from tests.hard.pair import EAGER, Pair
 from tests.models import batch, make
+from tests.page.dumps import rehearse
 from tests.ranks import RanksFailed, run_ranks
-from zerofx.cost.comm import Algorithms
+from zerofx.config import ZeroConfig
+from zerofx.cost.comm import Algorithm, Algorithms
+from zerofx.cost.link import Link
+from zerofx.cost.machine import loads_machine, machine_of
 from zerofx.cost.tables import Collective, CommCost, CommTable, fit, loads, topology
+from zerofx.frontend.rehearsal import Rehearsal
+from zerofx.ir.ops import REDUCE_START
 from zerofx.passes.buckets import MOST_BYTES
+from zerofx.runtime import network
+from zerofx.runtime.assumed import assumed_table
 from zerofx.runtime.calibrate import calibrate
-from zerofx.runtime.comm import make_comm
+from zerofx.runtime.comm import Comm, make_comm
 from zerofx.runtime.network import save_table, table_path
 from zerofx.sharding.shard import session_of
 
@@ -67,17 +75,88 @@ def test_buckets_grow_with_latency_and_shrink_with_slow_links() -> None:
     assert sizes == [1 << 20, 2_000_000, 4_000_000, MOST_BYTES, MOST_BYTES]
 
 
-def test_dtypes_that_were_not_measured_cost_as_others() -> None:
+def _with_others(table: CommTable) -> CommTable:
+    """All-reduces and exchanges of codes, whose seconds before the first byte tell them apart."""
+    ways: tuple[Algorithm, ...] = ("native", "point_to_point")
+    others = [CommCost("all_reduce", "native", "float32", *FAST)]
+    others += [CommCost("all_to_all", way, "uint8", *SLOW) for way in ways]
+    return dataclasses.replace(table, costs=(*table.costs, *others))
+
+
+def test_codes_go_in_messages_where_numbers_do() -> None:
     table = _table(SLOW, FAST)
-    assert table.cost("all_gather", "native", "float64") == table.costs[0]
-    with pytest.raises(KeyError, match="two_hop"):
-        table.cost("all_gather", "two_hop", "float32")
+    assert table.chosen()["all_to_all"] == "native", "native reductions bear no tags"
+    messages = [cost for cost in table.costs if cost.algorithm == "point_to_point"]
+    chosen = dataclasses.replace(table, costs=tuple(messages)).chosen()
+    assert chosen.pop("all_reduce") == "native"
+    assert set(chosen.values()) == {"point_to_point"}
+
+
+def test_each_reduction_finds_its_own_link(gpt: Rehearsal) -> None:
+    machine = machine_of("cpu", _with_others(_table(FAST, SLOW)))
+    fast, slow = Link(1 / FAST[1], FAST[0]), Link(1 / SLOW[1], SLOW[0])
+    assert (machine.reductions, machine.all_reduces, machine.all_to_alls) == (fast, fast, slow)
+    gathers, reductions = Link(2.0, 2.0), Link(1.0, 1.0)
+    machine = dataclasses.replace(machine, link=gathers, reductions=reductions)
+
+    def found(device: str = "cpu", **options: Any) -> set[Link]:
+        config = ZeroConfig(inner="eager", verify=False, **options)
+        _, backward = gpt.programs(config, 4)
+        there = dataclasses.replace(machine, device=device)
+        return {there.link_of(backward, start) for start in backward.calls(REDUCE_START)}
+
+    assert found(stage=0) == {fast, gathers}, "little ones go in messages"
+    assert found(stage=3) == {reductions, gathers}, "norms and biases are replicated"
+    assert found(stage=3, device="cuda") == {reductions, fast}
+    assert found(stage=3, quantize_gradients="int8") == {reductions, gathers, slow}
+
+
+def test_machines_are_read_again_and_said_links_count_for_all() -> None:
+    machine = machine_of("cpu", _with_others(_table(FAST, SLOW)))
+    assert loads_machine(machine.dumps()) == machine
+    said = machine.with_link(Link(1.0, 2.0))
+    assert said.link == Link(1.0, 2.0) and not said.measured
+    assert said.reductions is said.all_reduces is said.all_to_alls is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "node_size", "known"),
+    [
+        ("nccl", 8, 8, True),
+        ("nccl", 16, 8, True),
+        ("nccl", 4, 4, True),
+        ("nccl", 16, 16, False),  # the model takes a node to have eight GPUs here
+        ("nccl", 2, 1, False),
+        ("nccl", 1, 1, False),
+        ("gloo", 8, 8, False),
+    ],
+)
+def test_costs_of_nccl_are_computed(backend: str, size: int, node_size: int, known: bool) -> None:
+    group: Any = None
+    native = Algorithms("native", "native")
+    comm = Comm(group, backend, 0, tuple(range(size)), native, node_size)
+    table = assumed_table(comm, torch.device("cuda"))
+    assert (table is not None) is known
+    if table is None:
+        return
+    assert loads(table.dumps()) == table and not table.measured
+    assert not machine_of("cuda", table).measured
+    links = table.links()
+    assert len(links) == 4
+    for link in links.values():
+        assert 1e-6 < link.latency < 1e-3, "seconds"
+        assert 1e9 < link.bytes_per_second < 1e12
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"topology": "x", "costs": []}'])
 def test_other_text_is_no_table(text: str) -> None:
     with pytest.raises(ValueError, match="no table of collectives"):
         loads(text)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Rehearsal:
+    return rehearse(2)
 
 
 def _measured(cache: str, ranks_per_node: int) -> tuple[CommTable, bool]:
@@ -97,15 +176,19 @@ def test_every_algorithm_is_measured_and_kept(tmp_path: Path) -> None:
         assert kept
         assert table.topology.startswith("gloo-cpu-2x2-torch2.")
         ways = {(cost.collective, cost.algorithm, cost.dtype) for cost in table.costs}
-        assert len(ways) == len(table.costs) == 2 * 3 * 2
+        assert len(ways) == len(table.costs) == 2 * 3 * 2 + 2 + 2
     for table, _ in run_ranks(4, _measured, str(tmp_path), 4):
         assert {cost.algorithm for cost in table.costs} == {"native", "point_to_point"}
 
 
-def _train(cache: str, options: dict[str, Any]) -> tuple[Algorithms, int]:
-    """Only rank 0 finds a table."""
+def _train(
+    cache: str, options: dict[str, Any], assumed: CommTable | None = None
+) -> tuple[Algorithms, int]:
+    """Only rank 0 finds a table, or computes one."""
+    first = dist.get_rank() == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZEROFX_CACHE", cache if dist.get_rank() == 0 else os.devnull)
+        patch.setenv("ZEROFX_CACHE", cache if first else os.devnull)
+        patch.setattr(network, "assumed_table", lambda *_: assumed if first else None)
         pair = Pair(make("gpt"), 3, {**EAGER, **options})
         pair.train(lambda run, number: run(*batch("gpt", dist.get_rank(), number)), 2)
     session = session_of(pair.model)
@@ -124,6 +207,12 @@ def test_ranks_train_by_the_table_of_rank_0(tmp_path: Path) -> None:
     _keep(_table(FAST, SLOW), tmp_path)
     wanted = (Algorithms("native", "point_to_point"), 2_000_000)
     assert run_ranks(2, _train, str(tmp_path), {}) == [wanted, wanted]
+
+
+def test_ranks_train_by_what_rank_0_computes(tmp_path: Path) -> None:
+    assumed = dataclasses.replace(_table(FAST, SLOW), measured=False)
+    wanted = (Algorithms("native", "point_to_point"), 2_000_000)
+    assert run_ranks(2, _train, str(tmp_path), {}, assumed) == [wanted, wanted]
 
 
 def test_a_broken_table_is_named(tmp_path: Path) -> None:

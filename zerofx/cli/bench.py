@@ -21,7 +21,7 @@ from zerofx.cost.machine import Machine
 from zerofx.cost.tables import CommTable
 from zerofx.errors import ConfigError
 from zerofx.frontend.trial import measure_machine
-from zerofx.runtime.calibrate import DTYPES, SIZES, algorithms_of, calibrate
+from zerofx.runtime.calibrate import SIZES, calibrate, ways_of
 from zerofx.runtime.comm import Comm, make_comm
 from zerofx.runtime.network import ranks_of_a_node, save_machine, save_table
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
 def _measure(
     args: argparse.Namespace, comm: Comm, device: torch.device, progress: Progress
 ) -> CommTable:
-    progress.expect(2 * len(DTYPES) * len(list(algorithms_of(comm))))
+    progress.expect(len(list(ways_of(comm))))
     return calibrate(
         comm,
         device,
@@ -101,13 +101,15 @@ def _world() -> Iterator[torch.device]:
 
 def _show_machine(machine: Machine) -> Table:
     roofline, host = machine.roofline, machine.host
-    gathers, reductions = machine.link, machine.reductions or machine.link
+    reductions = machine.reductions or machine.link
     out = Table(title="of one rank, while all work", show_header=False)
     for name, value in (
         ("matrix products, fp32", f"{roofline.flops / 1e9:.3g} GFLOP/s"),
         ("memory", f"{units.show_bytes(roofline.bytes_per_second)}/s"),
-        ("gathers", _show_link(gathers)),
+        ("gathers", _show_link(machine.link)),
         ("reductions", _show_link(reductions)),
+        ("of replicated parameters", _show_link(machine.all_reduces or reductions)),
+        ("of codes", _show_link(machine.all_to_alls or reductions)),
         ("kernels lose to a collective", f"{host.contention:.0%} of its time"),
         ("ranks per core", f"{host.processor.ranks_per_core:.3g}"),
         ("core time of a gathered GB", units.show_seconds(1e9 * host.processor.gathered)),
@@ -133,8 +135,7 @@ def _show_link(link: Link) -> str:
 
 
 def _show(table: CommTable) -> Table:
-    best = table.algorithms()
-    chosen = {"all_gather": best.all_gather, "reduce_scatter": best.reduce_scatter}
+    chosen = table.chosen()
     out = Table(title=table.topology)
     for name in ("collective", "algorithm", "dtype", "latency", "bandwidth", "chosen"):
         numeric = name in ("latency", "bandwidth")

@@ -145,10 +145,10 @@ def _left_out(recorder: Recorder) -> str:
 
 
 def _machine_here(session: Session) -> Machine:
-    """This device, measured; the link as `zerofx bench comm` measured it, if it did."""
+    """This device, measured; the link as `zerofx bench comm` measured it, or as can be computed."""
     machine = cost_machine.machine_of(session.device.type, session.network.table)
-    if not machine.measured:
-        machine = dataclasses.replace(machine, link=DATACENTER_GPU.link)
+    if session.network.table is None:
+        machine = machine.with_link(DATACENTER_GPU.link)
     return dataclasses.replace(machine, roofline=measure_roofline(session.device))
 
 

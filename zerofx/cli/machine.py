@@ -43,7 +43,9 @@ def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) ->
     """
     found = otherwise if args.machine is None else _read(Path(args.machine))
     roofline, link = found.roofline, found.link
-    said = args.link is not None or args.latency is not None
+    if args.link is not None or args.latency is not None:
+        rate = link.bytes_per_second if args.link is None else args.link
+        found = found.with_link(Link(rate, link.latency if args.latency is None else args.latency))
     return dataclasses.replace(
         found,
         device=args.device or found.device,
@@ -51,12 +53,6 @@ def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) ->
             roofline.flops if args.flops is None else args.flops,
             roofline.bytes_per_second if args.bandwidth is None else args.bandwidth,
         ),
-        link=Link(
-            link.bytes_per_second if args.link is None else args.link,
-            link.latency if args.latency is None else args.latency,
-        ),
-        reductions=None if said else found.reductions,
-        measured=found.measured and not said,
     )
 
 

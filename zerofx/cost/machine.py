@@ -14,12 +14,14 @@ from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.link import Link
 from zerofx.cost.processor import Processor
 from zerofx.cost.tables import CommTable
-from zerofx.ir.codes import kernels_at
+from zerofx.ir.codes import kernels_at, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import operand_bytes
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START, collective_of, is_call
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
+
+_LINKS = ("link", "reductions", "all_reduces", "all_to_alls")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Machine:
         roofline: of one device.
         link: between ranks.
         reductions: the same link, as reductions find it; by default `link`.
-        measured: whether the link was measured there.
+        all_reduces: as those of replicated parameters find it; by default `reductions`.
+        all_to_alls: as those that send codes find it; by default `reductions`.
+        measured: whether the links were measured there.
         host: of one rank.
     """
 
@@ -39,8 +43,15 @@ class Machine:
     roofline: Roofline
     link: Link
     reductions: Link | None = None
+    all_reduces: Link | None = None
+    all_to_alls: Link | None = None
     measured: bool = False
     host: Host = NO_HOST
+
+    def with_link(self, link: Link) -> Machine:
+        """The same where all collectives find that link, as somebody says."""
+        other = dict.fromkeys(_LINKS[1:])
+        return dataclasses.replace(self, link=link, measured=False, **other)
 
     @property
     def algorithms(self) -> Algorithms:
@@ -48,18 +59,38 @@ class Machine:
         backend = "nccl" if self.device == "cuda" else "gloo"
         return algorithms_for(backend, self.device, 2, 2)
 
-    def link_seconds(self, start: fx.Node, whole: frozenset[str] = frozenset()) -> float:
+    def link_seconds(
+        self, program: Program, start: fx.Node, whole: frozenset[str] = frozenset()
+    ) -> float:
         """Time of a collective on the idle link.
 
         Args:
+            program: where it is.
             start: `unshard_start` or `reduce_start`.
             whole: parameters whose full values are there: see `already_whole`.
         """
-        return 0.0 if self._is_there(start, whole) else self.link_of(start).seconds(start)
+        there = self._is_there(start, whole)
+        return 0.0 if there else self.link_of(program, start).seconds(start)
 
-    def link_of(self, start: fx.Node) -> Link:
+    def link_of(self, program: Program, start: fx.Node) -> Link:
         """The link as `unshard_start`, or `reduce_start`, finds it."""
-        return (self.reductions or self.link) if is_call(start, REDUCE_START) else self.link
+        if not is_call(start, REDUCE_START):
+            return self.link
+        if codecs(start):
+            found = self.all_to_alls
+        else:
+            found = self._all_reduces(program, start)
+        return found or self.reductions or self.link
+
+    def _all_reduces(self, program: Program, start: fx.Node) -> Link | None:
+        """The link as a reduction of replicated parameters finds it; little ones are gathered."""
+        layout = specs_of(program, start)[0].layout
+        if layout.sharded:
+            return None
+        gathered = layout.num_replicas * program.full_bytes(start)
+        if not self.algorithms.untagged and gathered <= self.algorithms.pack_bytes:
+            return self.link
+        return self.all_reduces
 
     def code_seconds(
         self, program: Program, node: fx.Node, whole: frozenset[str] = frozenset()
@@ -95,14 +126,11 @@ def loads_machine(text: str) -> Machine:
     """
     try:
         data: dict[str, Any] = json.loads(text)
-        link, reductions = Link(**data.pop("link")), data.pop("reductions")
-        return Machine(
-            roofline=Roofline(**data.pop("roofline")),
-            link=link,
-            reductions=Link(**reductions) if reductions else None,
-            host=_host(data.pop("host")),
-            **data,
-        )
+        for name in _LINKS:
+            if (link := data.get(name)) is not None:
+                data[name] = Link(**link)
+        roofline, host = Roofline(**data.pop("roofline")), _host(data.pop("host"))
+        return Machine(roofline=roofline, host=host, **data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no description of a machine: {error}") from error
 
@@ -138,5 +166,13 @@ def machine_of(device: str, table: CommTable | None = None) -> Machine:
     roofline = Roofline(400e12, 2e12) if fast else Roofline()
     if table is None:
         return Machine(device, roofline, Link(25e9, 20e-6) if fast else Link(1e9, 1e-4))
-    gather, reduction = table.link("all_gather"), table.link("reduce_scatter")
-    return Machine(device, roofline, gather, reduction, measured=True)
+    links = table.links()
+    return Machine(
+        device,
+        roofline,
+        links["all_gather"],
+        reductions=links["reduce_scatter"],
+        all_reduces=links.get("all_reduce"),
+        all_to_alls=links.get("all_to_all"),
+        measured=table.measured,
+    )

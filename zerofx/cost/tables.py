@@ -13,7 +13,7 @@ import numpy as np
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.cost.link import Link
 
-Collective = Literal["all_gather", "reduce_scatter"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 _TYPICAL = 4 << 20
 _LATENCY_SHARE = 0.05
@@ -49,41 +49,45 @@ class CommTable:
 
     Attributes:
         topology: see `topology`.
-        costs: one entry for each collective, algorithm and dtype that was measured.
+        costs: one entry for each collective, algorithm and dtype.
+        measured: whether they were, and not computed by a model of the machine.
     """
 
     topology: str
     costs: tuple[CommCost, ...]
+    measured: bool = True
 
-    def cost(self, collective: Collective, algorithm: Algorithm, dtype: str) -> CommCost:
-        """The entry; that of another dtype, if this one was not measured.
-
-        Raises:
-            KeyError: the algorithm was not measured.
-        """
-        same = [c for c in self.costs if (c.collective, c.algorithm) == (collective, algorithm)]
-        if not same:
-            raise KeyError(f"{collective} by {algorithm}")
-        return next((cost for cost in same if cost.dtype == dtype), same[0])
-
-    def best(self, collective: Collective, num_bytes: float) -> CommCost:
-        """The cheapest fp32 entry for transfers of this size."""
+    def best(self, collective: Literal["all_gather", "reduce_scatter"]) -> CommCost:
+        """The cheapest fp32 entry for a typical bucket."""
         known = [c for c in self.costs if c.collective == collective and c.dtype == "float32"]
-        return min(known, key=lambda cost: cost.seconds(num_bytes))
+        return min(known, key=lambda cost: cost.seconds(_TYPICAL))
 
     def algorithms(self) -> Algorithms:
         """The cheapest for a typical bucket."""
-        gather = self.best("all_gather", _TYPICAL).algorithm
-        return Algorithms(gather, self.best("reduce_scatter", _TYPICAL).algorithm)
+        return Algorithms(self.best("all_gather").algorithm, self.best("reduce_scatter").algorithm)
 
-    def link(self, collective: Collective) -> Link:
-        """The link as the cheapest algorithm for a typical bucket finds it."""
-        cost = self.best(collective, _TYPICAL)
-        return Link(1 / cost.beta if cost.beta else math.inf, cost.alpha)
+    def chosen(self) -> dict[Collective, Algorithm]:
+        """By which algorithm each collective goes."""
+        best = self.algorithms()
+        return {
+            "all_gather": best.all_gather,
+            "reduce_scatter": best.reduce_scatter,
+            "all_reduce": "native",
+            "all_to_all": "native" if best.untagged else "point_to_point",
+        }
+
+    def links(self) -> dict[Collective, Link]:
+        """The link as each collective finds it that is known."""
+        chosen = self.chosen()
+        return {
+            cost.collective: Link(1 / cost.beta if cost.beta else math.inf, cost.alpha)
+            for cost in reversed(self.costs)  # fp32 comes first
+            if cost.algorithm == chosen[cost.collective]
+        }
 
     def bucket_bytes(self) -> int:
         """Full size at which latency is a twentieth of a gather; between 1 and 16 MiB."""
-        cost = self.best("all_gather", _TYPICAL)
+        cost = self.best("all_gather")
         if cost.beta <= 0:
             return _MOST
         wanted = cost.alpha / cost.beta / _LATENCY_SHARE
@@ -103,7 +107,7 @@ def loads(text: str) -> CommTable:
     try:
         data: dict[str, Any] = json.loads(text)
         costs = tuple(CommCost(**cost) for cost in data["costs"])
-        table = CommTable(str(data["topology"]), costs)
+        table = CommTable(str(data["topology"]), costs, bool(data.get("measured", True)))
         table.algorithms()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no table of collectives: {error}") from error

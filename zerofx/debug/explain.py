@@ -64,8 +64,7 @@ def explain(
     if world_size < 1:
         raise ConfigError(f"explain: world_size={world_size} is not allowed", "use at least 1")
     if link is not None:
-        link = _link(link, machine.link)
-        machine = dataclasses.replace(machine, link=link, reductions=None, measured=False)
+        machine = machine.with_link(_link(link, machine.link))
     setting = Setting(config or ZeroConfig(), world_size, machine, memory_bytes)
     return explain_model(unwrap_compiled(model), inputs, dict(named or {}), setting)
 

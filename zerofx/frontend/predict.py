@@ -94,6 +94,7 @@ def left_by(program: Program, setting: Setting) -> Held:
 def describe_setting(setting: Setting) -> dict[str, Json]:
     """What predictions stand on."""
     machine = setting.machine
+    reductions = machine.reductions or machine.link
     return {
         "device": machine.device,
         "num_ranks": setting.num_ranks,
@@ -101,7 +102,9 @@ def describe_setting(setting: Setting) -> dict[str, Json]:
         "flops": machine.roofline.flops,
         "memory_bytes_per_second": machine.roofline.bytes_per_second,
         "gathers": _describe_link(machine.link),
-        "reductions": _describe_link(machine.reductions or machine.link),
+        "reductions": _describe_link(reductions),
+        "all_reduces": _describe_link(machine.all_reduces or reductions),
+        "all_to_alls": _describe_link(machine.all_to_alls or reductions),
         "link_measured": machine.measured,
     }
 

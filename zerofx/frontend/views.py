@@ -205,7 +205,7 @@ def timeline_of(
         fused: whether kernels are fused, as Inductor does.
     """
     whole = already_whole(program, kept)
-    link = functools.partial(machine.link_seconds, whole=whole)
+    link = functools.partial(machine.link_seconds, program, whole=whole)
     codes = functools.partial(machine.code_seconds, program, whole=whole)
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
     return simulate(program, kernels.seconds, link, codes, machine.host)

@@ -135,7 +135,7 @@ class _Trial:
                 on_link = taken.get((start, "link"), 0.0)
                 if not ops.codecs(start) or not on_link:
                     continue
-                link = self._machine.link_of(start)
+                link = self._machine.link_of(program, start)
                 nodes = (start, *ops.waits_of(start))
                 yield BucketCost(
                     kind,

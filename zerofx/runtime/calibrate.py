@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +14,25 @@ from torch import Tensor
 
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.cost.tables import Collective, CommCost, CommTable, fit
-from zerofx.runtime.collectives import all_gather, reduce_scatter_mean
+from zerofx.runtime.collectives import (
+    all_gather,
+    all_reduce_mean,
+    all_to_all,
+    reduce_scatter_mean,
+)
 from zerofx.runtime.comm import Comm, topology_of
 from zerofx.runtime.pending import Pending
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
-DTYPES = (torch.float32, torch.bfloat16)
 _TRIAL = 4 << 20
 _PAYS = 0.8
-_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+_NUMBERS = (torch.float32, torch.bfloat16)
+_DTYPES: dict[Collective, tuple[torch.dtype, ...]] = {
+    "all_gather": _NUMBERS,
+    "reduce_scatter": _NUMBERS,
+    "all_reduce": _NUMBERS,  # of replicated parameters
+    "all_to_all": (torch.uint8,),  # of codes
+}
 
 
 def calibrate(
@@ -42,15 +53,12 @@ def calibrate(
         report: called with each entry.
     """
     costs: list[CommCost] = []
-    for collective in _COLLECTIVES:
-        for algorithm in algorithms_of(comm):
-            for dtype in DTYPES:
-                points = [
-                    _point(collective, algorithm, comm, size, dtype, device, repeats)
-                    for size in sizes
-                ]
-                costs.append(CommCost(collective, algorithm, _name(dtype), *fit(points)))
-                report(costs[-1])
+    for collective, algorithm, dtype in ways_of(comm):
+        points = [
+            _point(collective, algorithm, comm, size, dtype, device, repeats) for size in sizes
+        ]
+        costs.append(CommCost(collective, algorithm, _name(dtype), *fit(points)))
+        report(costs[-1])
     return CommTable(topology_of(comm, device), tuple(costs))
 
 
@@ -70,13 +78,24 @@ def two_hops_pay(comm: Comm, device: torch.device) -> bool:
     return two < _PAYS * one
 
 
-def algorithms_of(comm: Comm) -> Iterator[Algorithm]:
-    """Those that can serve a group: messages need gloo and host memory, two hops several nodes."""
-    yield "native"
+def ways_of(comm: Comm) -> Iterator[tuple[Collective, Algorithm, torch.dtype]]:
+    """What can serve a group: messages need gloo and host memory, two hops several nodes."""
+    algorithms: list[Algorithm] = ["native"]
     if comm.algorithms.all_gather != "native":
-        yield "point_to_point"
+        algorithms.append("point_to_point")
         if 1 < comm.node_size < comm.size:
-            yield "two_hop"
+            algorithms.append("two_hop")
+    for collective, dtypes in _DTYPES.items():
+        # An all-reduce that goes by messages is a gather: see `all_reduce_mean`.
+        serving = {"all_reduce": algorithms[:1], "all_to_all": algorithms[:2]}
+        for algorithm, dtype in itertools.product(serving.get(collective, algorithms), dtypes):
+            yield collective, algorithm, dtype
+
+
+def sent_bytes(collective: Collective, full_bytes: int, num_ranks: int) -> float:
+    """Bytes that a rank sends in a collective over tensors of `full_bytes`."""
+    once = full_bytes * (num_ranks - 1) / num_ranks
+    return 2 * once if collective == "all_reduce" else once
 
 
 def _point(
@@ -92,18 +111,22 @@ def _point(
     numel = max(1, size // dtype.itemsize // comm.size) * comm.size
     full = torch.zeros(numel, dtype=dtype, device=device)
     way = dataclasses.replace(comm, algorithms=Algorithms(algorithm, algorithm))
-    run = _gather(full, way) if collective == "all_gather" else _reduce(full, way)
-    return full.nbytes * (comm.size - 1) / comm.size, _median(run, comm, device, repeats)
+    sent = sent_bytes(collective, full.nbytes, comm.size)
+    return sent, _median(_starting(collective, full, way), comm, device, repeats)
 
 
-def _gather(full: Tensor, comm: Comm) -> Callable[[], Pending]:
-    chunk = full.chunk(comm.size)[comm.rank].clone()
-    return lambda: all_gather([full], [chunk], comm, 1)
-
-
-def _reduce(full: Tensor, comm: Comm) -> Callable[[], Pending]:
-    splits = [full.numel() // comm.size] * comm.size
-    return lambda: reduce_scatter_mean([full], [splits], comm, 2)
+def _starting(collective: Collective, full: Tensor, comm: Comm) -> Callable[[], Pending]:
+    rows = full.view(comm.size, -1)
+    chunk = rows[comm.rank].clone()
+    starting: dict[Collective, Callable[[], Pending]] = {
+        "all_gather": lambda: all_gather([full], [chunk], comm, 1),
+        "reduce_scatter": lambda: reduce_scatter_mean(
+            [full], [[chunk.numel()] * comm.size], comm, 2
+        ),
+        "all_reduce": lambda: all_reduce_mean([full], comm, 3),
+        "all_to_all": lambda: all_to_all(rows, range(comm.size), comm.rank, comm, 4),
+    }
+    return starting[collective]
 
 
 def _median(start: Callable[[], Pending], comm: Comm, device: torch.device, repeats: int) -> float:

@@ -22,6 +22,7 @@ from zerofx.runtime.exchange import (
     reduce_direct,
     reduce_native,
 )
+from zerofx.runtime.mail import Mail
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.two_hop import gather_two_hop, reduce_two_hop
 
@@ -149,6 +150,30 @@ def all_reduce_mean(values: Sequence[Tensor], comm: Comm, tag: int) -> Pending:
 def _greeting(comm: Comm) -> Gather:
     """Says that a rank is there."""
     return Gather(torch.empty(comm.size, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8))
+
+
+def all_to_all(rows: Tensor, ranks: Sequence[int], own: int, comm: Comm, tag: int) -> Pending:
+    """Start sending row i to the i-th of `ranks`; rows arrive in their order.
+
+    Args:
+        rows: 2-D or more, contiguous, as many as `ranks`.
+        ranks: positions along the axis.
+        own: this rank's number among them.
+        comm: the axis.
+        tag: as for `all_gather`.
+    """
+    arrived = torch.empty_like(rows)
+    if comm.algorithms.untagged:
+        # No two ranks of a node share a column, so others than these get nothing.
+        sizes = [len(rows) // len(ranks) if rank in ranks else 0 for rank in range(comm.size)]
+        work = dist.all_to_all_single(arrived, rows, sizes, sizes, comm.group, async_op=True)
+        return Pending([arrived], [work], (rows,))
+    arrived[own].copy_(rows[own])
+    mail = Mail(comm, set(ranks) - {comm.rank})
+    place = {rank: number for number, rank in enumerate(ranks)}
+    by_rank = [place.get(rank, own) for rank in range(comm.size)]
+    mail.post([rows[at] for at in by_rank], [arrived[at] for at in by_rank], tag)
+    return Pending([arrived], mail.deliver(), (rows,))
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:

@@ -14,6 +14,7 @@ from zerofx.config import ZeroConfig, cache_folder
 from zerofx.cost.machine import Machine
 from zerofx.cost.tables import CommTable, loads
 from zerofx.errors import ConfigError
+from zerofx.runtime.assumed import assumed_table
 from zerofx.runtime.calibrate import two_hops_pay
 from zerofx.runtime.comm import Comm, make_comm, topology_of
 from zerofx.runtime.journal import Journal
@@ -25,7 +26,8 @@ class Network:
 
     Attributes:
         ranks_per_node: neighbours in the order of global ranks that share a node.
-        table: costs of collectives along the axis that shards, if they were measured.
+        table: costs of collectives along the axis that shards, if they were measured or can be
+            computed.
         one_hop: gathers go from rank to rank between nodes, too: the link does not hold them up.
     """
 
@@ -49,7 +51,8 @@ def agree_on_network(
 ) -> Network:
     """What was asked for, what torchrun started on the first rank's node, what was measured there.
 
-    Between nodes for which no table is kept, both ways of gathering are tried.
+    Where no table is kept NCCL's costs are computed; between nodes of other backends both ways of
+    gathering are tried.
 
     Raises:
         ConfigError: that rank's table cannot be read.
@@ -58,7 +61,7 @@ def agree_on_network(
     ranks_per_node = int(journal.from_first_rank(str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
     path = table_path(topology_of(comm, device))
-    text = journal.from_first_rank(path.read_text() if path.exists() else "")
+    text = journal.from_first_rank(path.read_text() if path.exists() else _assumed(comm, device))
     if not text:
         one_hop = comm.algorithms.all_gather == "two_hop" and not two_hops_pay(comm, device)
         return Network(ranks_per_node, one_hop=bool(journal.from_first_rank("1" * one_hop)))
@@ -69,6 +72,11 @@ def agree_on_network(
             f"{path} on rank {comm.ranks[0]}: {error}",
             "delete it, or run `zerofx bench comm` again",
         ) from error
+
+
+def _assumed(comm: Comm, device: torch.device) -> str:
+    table = assumed_table(comm, device)
+    return "" if table is None else table.dumps()
 
 
 def ranks_of_a_node(asked: int | None, num_ranks: int) -> int:

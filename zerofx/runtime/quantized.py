@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.runtime import collectives
@@ -19,7 +18,6 @@ from zerofx.runtime.comm import Comm
 from zerofx.runtime.drift import Check, DriftMonitor
 from zerofx.runtime.feedback import CodingErrors, Shapes
 from zerofx.runtime.frozen import FrozenCodes
-from zerofx.runtime.mail import Mail
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 
@@ -223,34 +221,20 @@ def reduce_codes(
 
     repack = kernels.repack
     if repack is None:
-        return _all_to_all(wire, range(comm.size), comm.rank, comm, tag).then(finish)
+        everyone = range(comm.size)
+        return collectives.all_to_all(wire, everyone, comm.rank, comm, tag).then(finish)
 
     def cross(arrived: list[Tensor]) -> Pending:
         means = wire.new_empty(comm.num_nodes, kernels.across_bytes)
         repack([arrived[0]], [means, *errors[1]], seed + comm.size)
         memory.drift.look(kernels.checks[1], arrived, means)
         column = range(comm.column, comm.size, comm.node_size)
-        return _all_to_all(means, column, comm.node, comm, tag)
+        return collectives.all_to_all(means, column, comm.node, comm, tag)
 
     first = comm.node * comm.node_size
     rows = wire.view(comm.node_size, comm.num_nodes, -1)
     inside = range(first, first + comm.node_size)
-    pending = _all_to_all(rows, inside, comm.column, comm, tag).then(cross).then(finish)
+    pending = collectives.all_to_all(rows, inside, comm.column, comm, tag)
+    pending = pending.then(cross).then(finish)
     pending.is_short = True  # the hop between nodes overlaps with what follows
     return pending
-
-
-def _all_to_all(rows: Tensor, ranks: Sequence[int], own: int, comm: Comm, tag: int) -> Pending:
-    """Send row i to the i-th of `ranks`, this one being number `own`; rows come in their order."""
-    arrived = torch.empty_like(rows)
-    if comm.algorithms.untagged:
-        # No two ranks of a node share a column, so others than these get nothing.
-        sizes = [len(rows) // len(ranks) if rank in ranks else 0 for rank in range(comm.size)]
-        work = dist.all_to_all_single(arrived, rows, sizes, sizes, comm.group, async_op=True)
-        return Pending([arrived], [work], (rows,))
-    arrived[own].copy_(rows[own])
-    mail = Mail(comm, set(ranks) - {comm.rank})
-    place = {rank: number for number, rank in enumerate(ranks)}
-    by_rank = [place.get(rank, own) for rank in range(comm.size)]
-    mail.post([rows[at] for at in by_rank], [arrived[at] for at in by_rank], tag)
-    return Pending([arrived], mail.deliver(), (rows,))

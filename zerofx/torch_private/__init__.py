@@ -2,7 +2,7 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames, given,
-handlers, joint, mixed, profiling, sequences, tensors, turns.
+handlers, joint, mixed, nccl, profiling, sequences, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -81,6 +81,7 @@ from zerofx.torch_private.joint import (
     orders_effects,
 )
 from zerofx.torch_private.mixed import compute_mixed
+from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.sequences import (
     all_positions,
@@ -153,6 +154,7 @@ __all__ = [
     "for_parts",
     "foreach_by_default",
     "frame_being_compiled",
+    "gpus_of_a_node",
     "holds_a_graph",
     "in_turns",
     "inductor_joint_passes",
@@ -184,6 +186,7 @@ __all__ = [
     "must_recompute_tag",
     "must_save_tag",
     "name_of",
+    "nccl_seconds",
     "of_first",
     "orders_effects",
     "own_part",
