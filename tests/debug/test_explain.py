@@ -280,5 +280,7 @@ def test_codes_and_hops_of_collectives() -> None:
     # Four ranks, two a node: of three chunks one leaves the node.
     assert gather.across_bytes == pytest.approx(gather.wire_bytes / 3, abs=1)
     assert reduce.across_bytes < reduce.wire_bytes / 4, "half as long codes between nodes"
+    _, coded = found(quantize_weights="int8x64", quantize_gradients="int4x64")
+    assert coded["reducebackward"].wire_dtype == "int4x64 → int4x64", "both hops, alike as they are"
     _, inside = found(quantize_weights="int8x64", secondary_shards="codes")
     assert inside["unshardbackward"].across_bytes == 0 < inside["unshardbackward"].scale_bytes

@@ -58,6 +58,11 @@ def test_names() -> None:
         "int4x2048.asymmetric.stochastic",
         "fp8x64",
     ]
+    assert all(Codec.parse(codec.name) == codec for codec in CODECS)
+    for name in ("fp8-e4m3x64", "fp8_e4m3x64"):
+        assert Codec.parse(name).name == "fp8x64", "the format is the only one that there is"
+    with pytest.raises(ConfigError, match="is no codec"):
+        Codec.parse("int8-e4m3")
 
 
 def test_members_start_at_blocks() -> None:

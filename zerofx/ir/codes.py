@@ -152,7 +152,7 @@ def wire_dtype(program: Program, start: fx.Node) -> str:
     gathers = ops.is_call(start, ops.UNSHARD_START)
     if names:
         both = not gathers and reduction_kernels(program, start).repack is not None
-        return " → ".join(dict.fromkeys(names if both else names[:1]))
+        return " → ".join(names if both else names[:1])
     spec = program.params.get(next(iter(facts(start).members), ""))
     stated = None if gathers or spec is None else spec.layout.reduce_dtype
     dtypes = [stated or _dtype(n) for n in (ops.waits_of if gathers else ops.gradients)(start)]

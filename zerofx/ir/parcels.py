@@ -84,13 +84,14 @@ class Codec:
         """The codec that `name` writes; blocks are of 256 numbers if the text does not say.
 
         Args:
-            text: such as `int8`, `int4x128` or `int8x256.asymmetric.stochastic.feedback`.
+            text: such as `int8`, `int4x128` or `int8x256.asymmetric.stochastic.feedback`; `fp8` may
+                bear its format, as `fp8-e4m3`.
 
         Raises:
             ConfigError: it names no codec.
         """
         kinds = r"(\.asymmetric)?(\.stochastic)?(\.feedback)?"
-        found = re.fullmatch(rf"(\w+?)(?:x(\d+))?{kinds}", text)
+        found = re.fullmatch(rf"(\w+?)(?:x(\d+))?{kinds}", re.sub("^fp8[-_]e4m3", "fp8", text))
         if found is None:
             ends = ("", ".asymmetric", ".stochastic", ".feedback")
             sizes = ("", *(f"x{size}" for size in _BLOCKS))
