@@ -58,7 +58,9 @@ class _LocalParts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.before_backward = before_backward
         ctx.specs = [value._spec for value in values]
-        found = tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
+        # No views: torch 2.14 saves them as they are, and asks where they come from in backward;
+        # the gather of a resident copy has then counted a write to their base.
+        found = tuple(value._local_tensor.detach() for value in values)
         frozen = [f for f, value in zip(found, values, strict=True) if not value.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return found
