@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.rank_failures import native_crashes
 from tests.ranks import close_pools
+
+# Other tests use the processors, too: no example has to be quick.
+hypothesis.settings.register_profile("zerofx", deadline=None)
+hypothesis.settings.load_profile("zerofx")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,9 +19,7 @@ from zerofx.ir.parcels import Parcels
 pytest.importorskip("triton", reason="needs Triton: pip install 'zerofx[triton]'")
 
 SEEDS = st.integers(0, 2**33)
-QUICK = settings(
-    max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+QUICK = settings(max_examples=50, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @pytest.fixture(scope="module")

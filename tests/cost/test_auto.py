@@ -101,6 +101,14 @@ def test_figures_are_those_of_link_and_memory() -> None:
     assert base.exposed > other.exposed > 0
 
 
+def test_codes_are_exchanged_over_a_link_of_their_own() -> None:
+    worse = dataclasses.replace(SLOW, all_to_alls=Link(1e6, 1e-4))
+    assert _pays(worse) == {WEIGHTS: True, GRADS: False}
+    before, after = (_found(each)[GRADS].buckets[0] for each in (SLOW, worse))
+    assert after.exact == before.exact, "numbers do not go that way"
+    assert after.coded > 10 * before.coded
+
+
 def test_explain_says_why() -> None:
     for machine, sign, word in ((SLOW, "+", "codes: they"), (FAST, "–", "numbers: codes would")):
         found = explain_model(

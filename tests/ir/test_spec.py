@@ -13,7 +13,7 @@ from zerofx.sim.lockstep import shards_of
 
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
 counts = st.integers(1, 8)
-any_spec = settings(max_examples=200, deadline=None)
+any_spec = settings(max_examples=200)
 
 
 def spec_of(shape: tuple[int, ...], shards: int, replicas: int = 1) -> ParamSpec:

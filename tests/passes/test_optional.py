@@ -61,7 +61,7 @@ def situations(draw: st.DrawFn) -> tuple[Model, ZeroConfig, int]:
     return model, config, world
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(situations())
 def test_any_options_compute_what_one_process_computes(
     situation: tuple[Model, ZeroConfig, int],

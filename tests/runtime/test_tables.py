@@ -142,7 +142,7 @@ def test_costs_of_nccl_are_computed(backend: str, size: int, node_size: int, kno
     assert loads(table.dumps()) == table and not table.measured
     assert not machine_of("cuda", table).measured
     links = table.links()
-    assert len(links) == 4
+    assert set(links) == {"all_gather", "reduce_scatter", "all_reduce"}
     for link in links.values():
         assert 1e-6 < link.latency < 1e-3, "seconds"
         assert 1e9 < link.bytes_per_second < 1e12

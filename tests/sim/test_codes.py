@@ -58,7 +58,7 @@ def _codecs(program: Program) -> dict[str, tuple[str, ...]]:
     return {name: ops.codecs(start) for start in starts for name in facts(start).members}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(models(), st.sampled_from(["int8x32", "int8x64.asymmetric"]))
 def test_a_step_with_codes_is_near_the_exact_one(model: Model, codec: str) -> None:
     world = next(iter(model.params.values())).layout

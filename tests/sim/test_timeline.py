@@ -131,7 +131,7 @@ def test_roofline_takes_the_longer_of_arithmetic_and_traffic() -> None:
     assert Roofline(profile={first.name: 3.0}).seconds(first) == 3.0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_no_placement_of_the_gathers_is_faster(data: st.DataObject) -> None:
     """Brute force over all orders that keep the order of use, under the same budget."""
@@ -139,7 +139,7 @@ def test_no_placement_of_the_gathers_is_faster(data: st.DataObject) -> None:
     assert found == pytest.approx(best)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_reductions_on_the_same_link_cost_at_most_one_collective(data: st.DataObject) -> None:
     """A gather that starts early may delay a reduction: the schedule knows bytes, not times."""

@@ -129,18 +129,20 @@ class _Trial:
         """What the codes of one pass take, bucket by bucket."""
         op = ops.REDUCE_START if name == QuantizeReduces.name else ops.UNSHARD_START
         kind = "reduce" if op is ops.REDUCE_START else "unshard"
+        exact = self._machine.link
+        if op is ops.REDUCE_START:
+            exact = self._machine.reductions or exact
         for program, timeline in self._runs:
             taken = _seconds_of(timeline)
             for start in program.calls(op):
                 on_link = taken.get((start, "link"), 0.0)
                 if not ops.codecs(start) or not on_link:
                     continue
-                link = self._machine.link_of(program, start)
                 nodes = (start, *ops.waits_of(start))
                 yield BucketCost(
                     kind,
                     facts(start).members,
-                    link.seconds_of(exact_bytes(program, start)),
+                    exact.seconds_of(exact_bytes(program, start)),
                     on_link,
                     sum(taken.get((node, "compute"), 0.0) for node in nodes),
                     sum(taken.get((node, "stall"), 0.0) for node in nodes),

@@ -15,7 +15,8 @@ from zerofx.torch_private import gpus_of_a_node, nccl_seconds
 def assumed_table(comm: Comm, device: torch.device) -> CommTable | None:
     """Costs of `comm`, as `calibrate` would name them; `None` for groups that the model misses.
 
-    It knows NCCL, and groups that take all GPUs of a node before those of the next.
+    It knows NCCL, and groups that take all GPUs of a node before those of the next. The exchange of
+    codes is left out, of which it counts each byte twice: that finds the link as reductions do.
 
     Args:
         comm: the group.
@@ -26,6 +27,8 @@ def assumed_table(comm: Comm, device: torch.device) -> CommTable | None:
         return None
     costs: list[CommCost] = []
     for collective, algorithm, dtype in ways_of(comm):
+        if collective == "all_to_all":
+            continue
         points = [
             (sent_bytes(collective, size, comm.size), nccl_seconds(collective, size, comm.size))
             for size in SIZES

@@ -9,7 +9,7 @@ def nccl_seconds(collective: str, full_bytes: int, num_ranks: int) -> float:
     """Seconds that NCCL will say a collective takes on GPUs such as this machine's.
 
     Args:
-        collective: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+        collective: `all_gather`, `reduce_scatter` or `all_reduce`.
         full_bytes: of the gathered or reduced tensor.
         num_ranks: of the group, which fill `gpus_of_a_node` before the next node's.
     """
