@@ -264,7 +264,7 @@ def _print(machine: Machine, rows: Sequence[Row]) -> None:
     table.add_row("median", "", *(f"{value:.2f}" for value in medians))
     Console(width=120).print(
         f"{dist.get_world_size()} ranks; predictions as a share of what was measured.\n"
-        f"{machine.roofline}\n{machine.link}\n{machine.reductions}\n{machine.all_reduces}\n{machine.host}",
+        f"{machine.roofline}\n{machine.links}\n{machine.host}",
         table,
     )
 

@@ -100,16 +100,15 @@ def _world() -> Iterator[torch.device]:
 
 
 def _show_machine(machine: Machine) -> Table:
-    roofline, host = machine.roofline, machine.host
-    reductions = machine.reductions or machine.link
+    roofline, host, links = machine.roofline, machine.host, machine.links
     out = Table(title="of one rank, while all work", show_header=False)
     for name, value in (
         ("matrix products, fp32", f"{roofline.flops / 1e9:.3g} GFLOP/s"),
         ("memory", f"{units.show_bytes(roofline.bytes_per_second)}/s"),
-        ("gathers", _show_link(machine.link)),
-        ("reductions", _show_link(reductions)),
-        ("of replicated parameters", _show_link(machine.all_reduces or reductions)),
-        ("of codes", _show_link(machine.all_to_alls or reductions)),
+        ("gathers", _show_link(links["all_gather"])),
+        ("reductions", _show_link(links["reduce_scatter"])),
+        ("of replicated parameters", _show_link(links["all_reduce"])),
+        ("of codes", _show_link(links["all_to_all"])),
         ("kernels lose to a collective", f"{host.contention:.0%} of its time"),
         ("ranks per core", f"{host.processor.ranks_per_core:.3g}"),
         ("core time of a gathered GB", units.show_seconds(1e9 * host.processor.gathered)),

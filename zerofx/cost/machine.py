@@ -13,7 +13,7 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.link import Link
 from zerofx.cost.processor import Processor
-from zerofx.cost.tables import CommTable
+from zerofx.cost.tables import Collective, CommTable
 from zerofx.ir.codes import kernels_at, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import operand_bytes
@@ -54,6 +54,17 @@ class Machine:
         return dataclasses.replace(self, link=link, measured=False, **other)
 
     @property
+    def links(self) -> dict[Collective, Link]:
+        """The link as each collective finds it."""
+        reductions = self.reductions or self.link
+        return {
+            "all_gather": self.link,
+            "reduce_scatter": reductions,
+            "all_reduce": self.all_reduces or reductions,
+            "all_to_all": self.all_to_alls or reductions,
+        }
+
+    @property
     def algorithms(self) -> Algorithms:
         """How the runtime will move bytes."""
         backend = "nccl" if self.device == "cuda" else "gloo"
@@ -74,23 +85,20 @@ class Machine:
 
     def link_of(self, program: Program, start: fx.Node) -> Link:
         """The link as `unshard_start`, or `reduce_start`, finds it."""
-        if not is_call(start, REDUCE_START):
-            return self.link
-        if codecs(start):
-            found = self.all_to_alls
-        else:
-            found = self._all_reduces(program, start)
-        return found or self.reductions or self.link
+        return self.links[self._collective(program, start)]
 
-    def _all_reduces(self, program: Program, start: fx.Node) -> Link | None:
-        """The link as a reduction of replicated parameters finds it; little ones are gathered."""
-        layout = specs_of(program, start)[0].layout
+    def _collective(self, program: Program, start: fx.Node) -> Collective:
+        """What moves the bytes; where messages bear tags, little replicated values are gathered."""
+        if not is_call(start, REDUCE_START):
+            return "all_gather"
+        if codecs(start):
+            return "all_to_all"
+        layout, ways = specs_of(program, start)[0].layout, self.algorithms
         if layout.sharded:
-            return None
+            return "reduce_scatter"
         gathered = layout.num_replicas * program.full_bytes(start)
-        if not self.algorithms.untagged and gathered <= self.algorithms.pack_bytes:
-            return self.link
-        return self.all_reduces
+        little = not ways.untagged and gathered <= ways.pack_bytes
+        return "all_gather" if little else "all_reduce"
 
     def code_seconds(
         self, program: Program, node: fx.Node, whole: frozenset[str] = frozenset()

@@ -93,18 +93,17 @@ def left_by(program: Program, setting: Setting) -> Held:
 
 def describe_setting(setting: Setting) -> dict[str, Json]:
     """What predictions stand on."""
-    machine = setting.machine
-    reductions = machine.reductions or machine.link
+    machine, links = setting.machine, setting.machine.links
     return {
         "device": machine.device,
         "num_ranks": setting.num_ranks,
         "fused": setting.fused,
         "flops": machine.roofline.flops,
         "memory_bytes_per_second": machine.roofline.bytes_per_second,
-        "gathers": _describe_link(machine.link),
-        "reductions": _describe_link(reductions),
-        "all_reduces": _describe_link(machine.all_reduces or reductions),
-        "all_to_alls": _describe_link(machine.all_to_alls or reductions),
+        "gathers": _describe_link(links["all_gather"]),
+        "reductions": _describe_link(links["reduce_scatter"]),
+        "all_reduces": _describe_link(links["all_reduce"]),
+        "all_to_alls": _describe_link(links["all_to_all"]),
         "link_measured": machine.measured,
     }
 

@@ -129,9 +129,8 @@ class _Trial:
         """What the codes of one pass take, bucket by bucket."""
         op = ops.REDUCE_START if name == QuantizeReduces.name else ops.UNSHARD_START
         kind = "reduce" if op is ops.REDUCE_START else "unshard"
-        exact = self._machine.link
-        if op is ops.REDUCE_START:
-            exact = self._machine.reductions or exact
+        links = self._machine.links
+        exact = links["reduce_scatter"] if op is ops.REDUCE_START else links["all_gather"]
         for program, timeline in self._runs:
             taken = _seconds_of(timeline)
             for start in program.calls(op):

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from zerofx.cost.tables import CommCost, CommTable, fit
-from zerofx.runtime.calibrate import SIZES, sent_bytes, ways_of
+from zerofx.cost.tables import CommCost, CommTable
+from zerofx.runtime.calibrate import SIZES, cost_of, sent_bytes, ways_of
 from zerofx.runtime.comm import Comm, topology_of
 from zerofx.torch_private import gpus_of_a_node, nccl_seconds
 
@@ -33,6 +33,5 @@ def assumed_table(comm: Comm, device: torch.device) -> CommTable | None:
             (sent_bytes(collective, size, comm.size), nccl_seconds(collective, size, comm.size))
             for size in SIZES
         ]
-        name = str(dtype).removeprefix("torch.")
-        costs.append(CommCost(collective, algorithm, name, *fit(points)))
+        costs.append(cost_of(collective, algorithm, dtype, points))
     return CommTable(topology_of(comm, device), tuple(costs), measured=False)

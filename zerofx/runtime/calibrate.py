@@ -57,7 +57,7 @@ def calibrate(
         points = [
             _point(collective, algorithm, comm, size, dtype, device, repeats) for size in sizes
         ]
-        costs.append(CommCost(collective, algorithm, _name(dtype), *fit(points)))
+        costs.append(cost_of(collective, algorithm, dtype, points))
         report(costs[-1])
     return CommTable(topology_of(comm, device), tuple(costs))
 
@@ -85,11 +85,21 @@ def ways_of(comm: Comm) -> Iterator[tuple[Collective, Algorithm, torch.dtype]]:
         algorithms.append("point_to_point")
         if 1 < comm.node_size < comm.size:
             algorithms.append("two_hop")
+    # An all-reduce that goes by messages is a gather: see `all_reduce_mean`.
+    serving = {"all_reduce": algorithms[:1], "all_to_all": algorithms[:2]}
     for collective, dtypes in _DTYPES.items():
-        # An all-reduce that goes by messages is a gather: see `all_reduce_mean`.
-        serving = {"all_reduce": algorithms[:1], "all_to_all": algorithms[:2]}
         for algorithm, dtype in itertools.product(serving.get(collective, algorithms), dtypes):
             yield collective, algorithm, dtype
+
+
+def cost_of(
+    collective: Collective,
+    algorithm: Algorithm,
+    dtype: torch.dtype,
+    points: Sequence[tuple[float, float]],
+) -> CommCost:
+    """The entry for `points`, bytes that a rank sends and seconds."""
+    return CommCost(collective, algorithm, str(dtype).removeprefix("torch."), *fit(points))
 
 
 def sent_bytes(collective: Collective, full_bytes: int, num_ranks: int) -> float:
@@ -143,7 +153,3 @@ def _median(start: Callable[[], Pending], comm: Comm, device: torch.device, repe
         dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=comm.group)
         times.append(float(spent))
     return statistics.median(times[1:])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

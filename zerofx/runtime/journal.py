@@ -147,14 +147,14 @@ class Journal:
             diff(expected.splitlines(), theirs.splitlines(), first, peer),
         )
 
-    def from_first_rank(self, text: str) -> str:
-        """What the first rank passes; every rank must ask."""
+    def from_first_rank(self, say: Callable[[], str]) -> str:
+        """What the first rank says, which alone is asked; every rank must call this."""
         if not self._others:
-            return text
+            return say()
         self._plans += 1
         key = f"{self._key}/told{self._plans}"
         if self._rank == self._ranks[0]:
-            self._store.set(key, text)
+            self._store.set(key, say())
         return self._arrivals.hear(key)
 
     def decided_by_first_rank(self, question: str, decide: Callable[[], str]) -> str:

@@ -58,13 +58,16 @@ def agree_on_network(
         ConfigError: that rank's table cannot be read.
     """
     local = ranks_of_a_node(config.ranks_per_node, dist.get_world_size())
-    ranks_per_node = int(journal.from_first_rank(str(local)))
+    ranks_per_node = int(journal.from_first_rank(lambda: str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
     path = table_path(topology_of(comm, device))
-    text = journal.from_first_rank(path.read_text() if path.exists() else _assumed(comm, device))
+    text = journal.from_first_rank(
+        lambda: path.read_text() if path.exists() else _assumed(comm, device)
+    )
     if not text:
         one_hop = comm.algorithms.all_gather == "two_hop" and not two_hops_pay(comm, device)
-        return Network(ranks_per_node, one_hop=bool(journal.from_first_rank("1" * one_hop)))
+        one_hop = bool(journal.from_first_rank(lambda: "1" * one_hop))
+        return Network(ranks_per_node, one_hop=one_hop)
     try:
         return Network(ranks_per_node, loads(text))
     except ValueError as error:

@@ -156,7 +156,8 @@ def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str
 
 
 def _first_rank_has_values(model: nn.Module, session: Session) -> bool:
-    return session.journal.from_first_rank("" if materialise.on_meta(model) else "yes") == "yes"
+    told = session.journal.from_first_rank
+    return told(lambda: "" if materialise.on_meta(model) else "yes") == "yes"
 
 
 def _compare_plans(
