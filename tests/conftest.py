@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -34,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
             linker.symlink_to(gold)
             os.environ["COMPILER_PATH"] = str(linker.parent)
         config.add_cleanup(folder.cleanup)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves out of later collections, and of zerofx's own searches, what lives for the session."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,9 +60,11 @@ function drawAxis(step, scale, left, right, top, bottom) {
   for (const part of step.parts) {
     const x = scale(part.offset);
     if (part.offset) group.append(svg("line", { class: "cut", x1: x, x2: x, y1: 0, y2: bottom }));
-    group.append(svg("text", { class: "name", x: x + (part.offset ? 6 : 0), y: 13 }, part.program.region,
-      svg("tspan", { fill: "var(--soft)", "font-weight": 400, dx: 7 }, seconds(part.program.timeline.seconds) +
-        (part.measured ? `, measured ${seconds(part.measured.seconds)}` : ""))));
+    const { region, timeline } = part.program;
+    const times = seconds(timeline.seconds) + (part.measured ? `, measured ${seconds(part.measured.seconds)}` : "");
+    const fits = 7 * (region.length + times.length + 2) < scale(part.offset + part.seconds) - x;
+    group.append(svg("text", { class: "name", x: x + (part.offset ? 6 : 0), y: 13 }, region,
+      fits ? svg("tspan", { fill: "var(--soft)", "font-weight": 400, dx: 7 }, times) : null));
   }
   return group;
 }

@@ -31,7 +31,7 @@ function bucketRow(program, each, names, reason) {
     el("td", { class: "mono", title: names.join("\n") }, members),
     el("td", { class: "number" }, bytes(sum(each.members.map((member) => member.full_bytes)))),
     el("td", { class: "number" }, each.seconds ? bytes(each.wire_bytes) : "0 B"),
-    el("td", { class: "nowrap" }, each.seconds ? wire(each) : ""),
+    el("td", { class: "wire" }, each.seconds ? wire(each) : ""),
     el("td", { class: "number" }, each.seconds ? seconds(each.seconds) : "–"),
     el("td", {}, each.seconds
       ? el("div", { class: "meter", title: `${seconds(hidden)} hidden, ${seconds(exposed)} exposed` },
@@ -42,7 +42,8 @@ function bucketRow(program, each, names, reason) {
 }
 
 function wire(each) {
-  const hops = `${bytes(each.wire_bytes - each.across_nodes_bytes)} inside the node, ${bytes(each.across_nodes_bytes)} between nodes`;
+  const across = each.across_nodes_bytes;
+  const hops = across ? `${bytes(each.wire_bytes - across)} inside the node, ${bytes(across)} between nodes` : "inside the node";
   return [el("span", { class: "mono" }, each.wire_dtype),
     each.scale_bytes ? el("small", {}, `, scales ${bytes(each.scale_bytes)}`) : null,
     el("br"), el("small", {}, hops)];

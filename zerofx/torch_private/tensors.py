@@ -68,8 +68,9 @@ class _LocalParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         ctx.before_backward()
+        # Not `DTensor(…)`, whose empty constructor takes longer than all else here.
         wrapped = (
-            None if grad is None else DTensor(grad, spec, requires_grad=False)
+            None if grad is None else DTensor.__new__(DTensor, grad, spec, requires_grad=False)
             for grad, spec in zip(grads, ctx.specs, strict=True)
         )
         return None, *wrapped
