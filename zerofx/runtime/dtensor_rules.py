@@ -26,6 +26,7 @@ from zerofx.torch_private import (
     find_extremes_of_empty_shards,
     foreach_by_default,
     read_scalars_whole,
+    reduce_all_rows,
     update_local_tensors,
 )
 
@@ -47,6 +48,7 @@ def _global_value(number: DTensor) -> Tensor:
 read_scalars_whole(_global_value)
 clamp_whole()
 find_extremes_of_empty_shards()
+reduce_all_rows()
 
 
 def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

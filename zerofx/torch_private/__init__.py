@@ -2,7 +2,7 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames, given,
-handlers, joint, mixed, nccl, profiling, sequences, tensors, turns.
+handlers, joint, mixed, nccl, profiling, reductions, sequences, tensors, turns.
 """
 
 from zerofx.torch_private.backwards import (
@@ -83,6 +83,7 @@ from zerofx.torch_private.joint import (
 from zerofx.torch_private.mixed import compute_mixed
 from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
 from zerofx.torch_private.profiling import is_profiling
+from zerofx.torch_private.reductions import reduce_all_rows
 from zerofx.torch_private.sequences import (
     all_positions,
     exchanged,
@@ -195,6 +196,7 @@ __all__ = [
     "past_recompile_limit",
     "read_scalars_whole",
     "records_cuda_graphs",
+    "reduce_all_rows",
     "reduce_scatter_flat",
     "restart_dynamo",
     "run_boxed",

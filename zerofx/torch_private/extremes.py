@@ -30,6 +30,10 @@ _DIMS = {_aten.amax.default: 1, _aten.amin.default: 1, _aten.linalg_vector_norm.
 def find_extremes_of_empty_shards() -> None:
     """Let a rank without rows answer what changes no result; torch's kernels refuse to."""
     HANDLERS.update(dict.fromkeys(_NEUTRAL, _find))
+    for op in (_aten.argmax.default, _aten.argmin.default):
+        # Their own handlers ask each rank for its place. By torch's rules they gather what they
+        # search.
+        HANDLERS.pop(op, None)
 
 
 def _of_norm(order: float = 2) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Takes an operation and its arguments, and gives its result."""
@@ -21,3 +21,9 @@ def torchs_way(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     finally:
         if handler is not None:
             HANDLERS[op] = handler
+
+
+def added_up(value: DTensor) -> DTensor:
+    """`value`, of which no rank has only its contribution."""
+    whole = [Replicate() if how.is_partial() else how for how in value.placements]
+    return value.redistribute(value.device_mesh, whole)

@@ -13,12 +13,12 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.torch_private.handlers import HANDLERS
+from zerofx.torch_private.handlers import HANDLERS, added_up
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
@@ -119,8 +119,7 @@ def _clamp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     value: DTensor = args[0]
     spec = value._spec
     if any(how.is_partial() for how in spec.placements):
-        whole = [Replicate() if how.is_partial() else how for how in spec.placements]
-        settled = value.redistribute(value.device_mesh, whole)
+        settled = added_up(value)
         value._local_tensor, value._spec = settled._local_tensor, settled._spec
     op(value._local_tensor, *args[1:], **kwargs)
     return value
