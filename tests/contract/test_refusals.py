@@ -267,3 +267,23 @@ def _transforms(stage: int) -> None:
 def test_function_transforms() -> None:
     for stage in STAGES:
         run_ranks(2, _transforms, stage)
+
+
+def _collectives(stage: int) -> None:
+    """Of loops that average by hand: gradients, weights, and whether ranks agree."""
+    model = net()
+    compiled(model, stage)(*data(0)).backward()
+    weight: Any = model.first.weight
+    words = ("different rows", "leave the line out", "value.full_tensor()")
+    with refused("allreduce_", *words, kind=UnsupportedError):
+        dist.all_reduce(weight.grad)
+    with refused("broadcast_", *words, kind=UnsupportedError):
+        dist.broadcast(weight.data, 0)
+    with refused("allgather_", *words, kind=UnsupportedError):
+        dist.all_gather([torch.zeros_like(weight) for _ in range(2)], weight.detach())
+    dist.broadcast(weight.full_tensor(), 0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_collectives_of_sharded_tensors(stage: int) -> None:
+    run_ranks(2, _collectives, stage)

@@ -19,6 +19,7 @@ from zerofx.runtime.handles import reading, sessions_on
 from zerofx.runtime.in_place import full, note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor
 from zerofx.torch_private import (
+    answer_collectives,
     clamp_whole,
     compute_mixed,
     compute_pointwise,
@@ -27,6 +28,8 @@ from zerofx.torch_private import (
     foreach_by_default,
     read_scalars_whole,
     reduce_all_rows,
+    tensors_in,
+    torchs_way,
     update_local_tensors,
 )
 
@@ -61,7 +64,8 @@ def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if torch.is_grad_enabled() and any(value.requires_grad for value in given):
         raise UnsupportedError(
             f"{op} mixes sharded and plain tensors, and its result needs gradients",
-            "take full values on all ranks: param.full_tensor(), or those that "
+            "write `with torch.no_grad():` around it, if no gradients are wanted "
+            "(prune.remove); or take full values on all ranks: param.full_tensor(), or those that "
             "`with zerofx.unshard(model) as full:` names; or take the plain copy after the model "
             "was sharded: zerofx.shard(model, zerofx.ZeroConfig(stage=…))",
         )
@@ -74,6 +78,24 @@ def _whole(value: Any) -> Any:
 
 
 compute_mixed(_with_full_values, torch.no_grad()(_with_full_values))
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A loop that averaged gradients, or sent weights round, by itself."""
+    if not any(sessions_on(value.device_mesh) for value in _dtensors((args, kwargs))):
+        return torchs_way(op, args, kwargs)
+    raise UnsupportedError(
+        f"{op} is given a DTensor of a sharded model, of which ranks may hold different rows",
+        "leave the line out, if it averages gradients or makes weights alike, as zerofx has done "
+        "so; or give it value.full_tensor(), or this rank's rows: value.to_local()",
+    )
+
+
+def _dtensors(values: Any) -> list[DTensor]:
+    return [value for value in tensors_in(values) if isinstance(value, DTensor)]
+
+
+answer_collectives(_refuse_collective)
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)

@@ -50,6 +50,7 @@ from zerofx.torch_private.conjugates import (
 )
 from zerofx.torch_private.distributed import (
     all_gather_flat,
+    answer_collectives,
     backend_of,
     default_store,
     is_broken_connection,
@@ -71,6 +72,7 @@ from zerofx.torch_private.given import (
     mix_while_tracing,
     stop_mixing,
 )
+from zerofx.torch_private.handlers import torchs_way
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
@@ -130,6 +132,7 @@ __all__ = [
     "adds_to_grad",
     "all_gather_flat",
     "all_positions",
+    "answer_collectives",
     "backend_of",
     "backward_id",
     "before_forwards",
@@ -209,6 +212,7 @@ __all__ = [
     "sum_of_parts",
     "symbols_of",
     "tensors_in",
+    "torchs_way",
     "total",
     "trace_and_compile",
     "trace_apart",

@@ -10,6 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerofx.torch_private.handlers import HANDLERS, Handler
+
+_COLLECTIVES = (
+    *("_allgather_base_", "_reduce_scatter_base_", "allgather_", "allreduce_", "alltoall_"),
+    *("allreduce_coalesced_", "alltoall_base_", "broadcast_", "gather_", "recv_", "reduce_"),
+    *("reduce_scatter_", "scatter_", "send"),
+)
+
+
+def answer_collectives(handler: Handler) -> None:
+    """Have `handler` answer `dist.all_reduce` and the like of `DTensor`s; torch has no rule."""
+    found = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)
+    HANDLERS.update((packet.default, handler) for packet in found if packet is not None)
+
 
 def all_gather_flat(out: Tensor, chunk: Tensor, group: dist.ProcessGroup) -> Any:
     """Asynchronous native all-gather of equal chunks (renamed in torch 2.13)."""
