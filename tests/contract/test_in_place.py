@@ -116,3 +116,37 @@ def _operands(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_full_operands(stage: int) -> None:
     run_ranks(2, _operands, stage)
+
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "copy": lambda w, value: w.copy_(value),
+    "assigned": lambda w, value: setattr(w, "data", value),
+    "through data": lambda w, value: w.data.copy_(value),
+    "rows": lambda w, value: w.data.__setitem__(slice(None), value),
+    "added": lambda w, value: w.add_(value),
+    "lerp": lambda w, value: w.data.lerp_(value, 0.5),
+    "at least": lambda w, value: w.clamp_(min=value),
+    "flat": lambda w, value: w.data.view(-1).copy_(value.view(-1)),
+    "vector": lambda w, value: nn.utils.vector_to_parameters(value.view(-1), [w]),
+    "gradient": lambda w, value: w.copy_(w.grad.copy_(value)),
+}
+
+
+def _fewer_rows_than_ranks(stage: int) -> None:
+    """A head for one number: averages of weights are put in its place, and so on."""
+    model, plain = net(lambda: nn.Linear(7, 1)), net(lambda: nn.Linear(7, 1))
+    value = torch.linspace(-1, 1, 7).view(1, 7)
+    for run, trained in ((compiled(model, stage), model), (plain, plain)):
+        run(torch.ones(2, 7)).sum().backward()
+        trained.seen = []
+        for write in WRITES.values():
+            with torch.no_grad():
+                write(trained.weight, value.clone())
+            trained.seen.append(full(trained.weight))
+    for name, ours, theirs in zip(WRITES, model.seen, plain.seen, strict=True):
+        close(ours, theirs, name)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_writes_to_fewer_rows_than_ranks(stage: int) -> None:
+    run_ranks(2, _fewer_rows_than_ranks, stage)

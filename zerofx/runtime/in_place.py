@@ -129,7 +129,7 @@ def _takes_full(name: str) -> Callable[..., Any]:
 
 def _like(written: DTensor, operand: Any) -> Any:
     is_full = isinstance(operand, Tensor) and not isinstance(operand, DTensor) and operand.ndim
-    return everywhere(written, operand) if is_full else operand
+    return as_rows(written, everywhere(written, operand)) if is_full else operand
 
 
 def write_whole(written: Any, write: Callable[[Tensor], Any]) -> Any:
@@ -153,6 +153,16 @@ def everywhere(like: DTensor, whole: Tensor) -> DTensor:
     """A full value that every rank has, on the mesh and device of another tensor."""
     value = whole.detach().to(like.device)
     return DTensor.from_local(value, like.device_mesh, replicated(like), run_check=False)
+
+
+def as_rows(like: DTensor, value: DTensor) -> DTensor:
+    """`value` in rows as those of `like`, if it has its shape.
+
+    An operation does so itself, but for rows that are fewer than ranks: torch refuses it.
+    """
+    if value.shape != like.shape or value.placements == like.placements:
+        return value
+    return value.redistribute(like.device_mesh, like.placements)
 
 
 def replicated(value: DTensor) -> list[Placement]:

@@ -20,7 +20,7 @@ from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.handles import reading
-from zerofx.runtime.in_place import everywhere, full, replicated, write_whole
+from zerofx.runtime.in_place import as_rows, everywhere, full, replicated, write_whole
 from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
     fake_mode_of,
@@ -63,6 +63,7 @@ class Sharded(DTensor):
         """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
         value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
+        value = as_rows(self, value)
         return super().copy_(value, non_blocking)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
