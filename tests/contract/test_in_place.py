@@ -150,3 +150,21 @@ def _fewer_rows_than_ranks(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_writes_to_fewer_rows_than_ranks(stage: int) -> None:
     run_ranks(2, _fewer_rows_than_ranks, stage)
+
+
+def _wide(stage: int) -> None:
+    for rows in (5, 1):
+        drawn = []
+        for sharded in (True, False):
+            model = net(lambda: nn.Linear(7, rows))  # noqa: B023
+            if sharded:
+                zerofx.shard(model, config(stage))
+            torch.manual_seed(3)
+            nn.init.orthogonal_(model.weight)
+            drawn.append(full(model.weight))
+        close(drawn[0], drawn[1], f"{rows} rows")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_orthogonal_rows_of_wide_matrices(stage: int) -> None:
+    run_ranks(2, _wide, stage)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import reading, sessions_on
 from zerofx.runtime.in_place import full, note_cleared
-from zerofx.runtime.parameter import KINDS, local_tensor
+from zerofx.runtime.parameter import KINDS, local_tensor, take_place
 from zerofx.torch_private import (
     answer_collectives,
     clamp_whole,
@@ -30,6 +30,7 @@ from zerofx.torch_private import (
     reduce_all_rows,
     tensors_in,
     torchs_way,
+    transpose_in_place,
     update_local_tensors,
 )
 
@@ -52,6 +53,7 @@ read_scalars_whole(_global_value)
 clamp_whole()
 find_extremes_of_empty_shards()
 reduce_all_rows()
+transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
 
 
 def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

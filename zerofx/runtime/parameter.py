@@ -225,7 +225,7 @@ _DATA: Any = Tensor.data
 _VIEWING = (
     *("chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape"),
     *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind"),
-    *("unflatten", "unfold", "unsqueeze", "view", "vsplit"),
+    *("unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit"),
 )
 for _name in _VIEWING:
     setattr(Sharded, _name, _views(_name))

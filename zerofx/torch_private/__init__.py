@@ -118,6 +118,7 @@ from zerofx.torch_private.tensors import (
     storage_key,
     symbols_of,
     tensors_in,
+    transpose_in_place,
     unwrap_compiled,
     with_local,
 )
@@ -217,6 +218,7 @@ __all__ = [
     "trace_and_compile",
     "trace_apart",
     "trace_artifact",
+    "transpose_in_place",
     "unwrap_compiled",
     "update_local_tensors",
     "where_dynamo_stopped",

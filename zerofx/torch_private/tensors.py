@@ -125,6 +125,17 @@ def _clamp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     return value
 
 
+def transpose_in_place(take_place: Callable[[Any, Any], None]) -> None:
+    """Let `value.t_()` put `value.t()` in its place; torch has no rule for it."""
+
+    def transpose(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        value: DTensor = args[0]
+        take_place(value, value.t())
+        return value
+
+    HANDLERS[torch.ops.aten.t_.default] = transpose
+
+
 def read_scalars_whole(gather: Callable[[DTensor], Tensor]) -> None:
     """Let `.item()`, `bool()` and the like of `DTensor`s give what `gather` makes of them.
 
