@@ -1,4 +1,4 @@
-"""Reductions of `DTensor`s that torch computes wrongly, without a word."""
+"""What torch computes wrongly of `DTensor`s: reductions, and the gradient of a selection."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ _LOSSES = (
 )
 _SCANS = (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default)
 _OVER_DIMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.dim, _aten.nansum.default)
+_ANY = (_aten.any.default, _aten.any.dim, _aten.any.dims)
 _MEAN, _SUM = 1, 2
 """As operations number `reduction=`."""
 
 
 def reduce_all_rows() -> None:
-    """Let losses, running sums, sums of norms and over `dim=[]` be those of whole tensors."""
+    """Let losses, running sums, sums of norms and over `dim=[]`, and `any` be of whole tensors."""
     for name in (each for loss in _LOSSES for each in (loss, f"{loss}_backward")):
         if (packet := getattr(_aten, name, None)) is not None:
             HANDLERS[packet.default] = _mean
     HANDLERS.update(dict.fromkeys(_SCANS, _scan))
     HANDLERS.update(dict.fromkeys(_OVER_DIMS, _reduce))
+    HANDLERS.update(dict.fromkeys(_ANY, _any))
+    HANDLERS[_aten.select_backward.default] = _selected
 
 
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,3 +63,14 @@ def _reduce(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(how.is_partial() and type(how) is not Partial for how in value.placements):
         value = added_up(value)
     return torchs_way(op, (value, *rest), kwargs)
+
+
+def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch takes the truths of ranks for parts of a sum, which casts and sums then count."""
+    return added_up(torchs_way(op, args, kwargs))
+
+
+def _selected(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As for `_scan`: torch takes the gradient for one in rows of the selected values."""
+    grad, sizes, dim, *rest = args
+    return torchs_way(op, (grad, sizes, dim % len(sizes), *rest), kwargs)
