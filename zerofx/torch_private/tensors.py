@@ -68,12 +68,19 @@ class _LocalParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         ctx.before_backward()
-        # Not `DTensor(…)`, whose empty constructor takes longer than all else here.
-        wrapped = (
-            None if grad is None else DTensor.__new__(DTensor, grad, spec, requires_grad=False)
-            for grad, spec in zip(grads, ctx.specs, strict=True)
+        return None, *map(_wrapped, grads, ctx.specs)
+
+
+def _wrapped(grad: Tensor | None, spec: Any) -> DTensor | None:
+    if grad is None:
+        return None
+    if grad.requires_grad:  # `create_graph=True`: a second backward has to come by
+        shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+        return DTensor.from_local(
+            grad, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
         )
-        return None, *wrapped
+    # Not `DTensor(…)`, whose empty constructor takes longer than all else here.
+    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)
 
 
 def fake_shard(value: DTensor) -> Tensor:
@@ -91,13 +98,8 @@ class _LocalPart(torch.autograd.Function):
         return value._local_tensor.view_as(value._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        spec = ctx.spec
-        shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-        mesh, placements = spec.mesh, spec.placements
-        return DTensor.from_local(
-            grad, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+    def backward(ctx: Any, grad: Tensor) -> DTensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _wrapped(grad, ctx.spec)
 
 
 def stated_dtype(value: DTensor) -> torch.dtype:
