@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -45,6 +46,28 @@ def _gradients(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_rows_of_gradients(stage: int) -> None:
     run_ranks(2, _gradients, stage)
+
+
+def _asked_for(stage: int) -> None:
+    """As `torch.autograd.grad` gives them: in one vector, projected, and in place."""
+    vectors = []
+    model, ddp = net(), twin(net())
+    for trained, run in ((model, compiled(model, stage)), (model, model), (ddp.module, ddp)):
+        params = list(trained.parameters())
+        grads = torch.autograd.grad(run(*data(0)), params)
+        grads[0][1].mul_(2)
+        flat = torch.cat([full(grad.view(-1)) for grad in grads])
+        if trained is not model:
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+        vectors.append(flat)
+    close(vectors[0], vectors[2], "compiled")
+    close(vectors[1], vectors[2], "op by op")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_the_loop_asks_for(stage: int) -> None:
+    run_ranks(2, _asked_for, stage)
 
 
 # Each is a line of some initialisation or pruning: a matrix of 12 or 13 times 7.

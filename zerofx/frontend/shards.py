@@ -16,6 +16,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.reads import graphs_with
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.ownership import owner_of
+from zerofx.runtime.parameter import Sharded
 from zerofx.torch_private import fake_shard, is_checkpoint_call, is_to_local, local_parts
 
 
@@ -52,7 +53,7 @@ def take_shards(
 
     def shards_of(values: Sequence[Any]) -> list[Any]:
         found, whole = list(values), [values[place] for place in places]
-        shards = local_parts(whole, _unchanged(whole, saved()))
+        shards = local_parts(whole, Sharded, _unchanged(whole, saved()))
         for place, shard in zip(places, shards, strict=True):
             found[place] = shard
         return found

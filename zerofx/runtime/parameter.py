@@ -145,7 +145,7 @@ class ShardedParameter(Sharded):
         if owner is None or not trains:
             return super().full_tensor(grad_placements=grad_placements)
         layout = owner.state.spec.layout
-        whole: Tensor = UNSHARD(local_part(self), self.shape, layout.handle, None)
+        whole: Tensor = UNSHARD(local_part(self, Sharded), self.shape, layout.handle, None)
         return whole.clone() if layout.resident else whole
 
     @property

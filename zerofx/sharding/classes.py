@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
+from zerofx.runtime.parameter import Sharded
 from zerofx.runtime.params import ParamState
 from zerofx.sharding.moves import apply_around
 from zerofx.sharding.refuse import refuse_past_recompile_limit
@@ -128,7 +129,8 @@ def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
         session.buffers.before_eager_part(session, part, own, trains=trains)
         if module.training and getattr(module, "track_running_stats", False):
             session.buffers.will_change(own)
-    value = UNSHARD(local_part(param), param.shape, state.spec.layout.handle, state.spec.cast)
+    shard, spec = local_part(param, Sharded), state.spec
+    value = UNSHARD(shard, param.shape, spec.layout.handle, spec.cast)
     session.handed_out.add(state, value)
     return value
 

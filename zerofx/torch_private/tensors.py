@@ -36,26 +36,37 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
-def local_part(value: DTensor) -> Tensor:
-    """`value.to_local()`, differentiable twice: torch 2.11 forgets how it got to the gradient."""
-    local: Tensor = _LocalPart.apply(value)
+def local_part(value: DTensor, kind: type[DTensor]) -> Tensor:
+    """`value.to_local()`, differentiable twice: torch 2.11 forgets how it got to the gradient.
+
+    Args:
+        value: a parameter.
+        kind: class of its gradient.
+    """
+    local: Tensor = _LocalPart.apply(kind, value)
     return local
 
 
-def local_parts(values: Sequence[DTensor], before_backward: Callable[[], None]) -> Sequence[Tensor]:
-    """The local tensors of many parameters, differentiable once; cheaper than one by one.
+def local_parts(
+    values: Sequence[DTensor], kind: type[DTensor], before_backward: Callable[[], None]
+) -> Sequence[Tensor]:
+    """The local tensors of many parameters; cheaper than one by one.
 
     Args:
         values: the parameters.
+        kind: class of their gradients.
         before_backward: called before gradients are handed on.
     """
-    return _LocalParts.apply(before_backward, *values) if values else ()
+    return _LocalParts.apply(kind, before_backward, *values) if values else ()
 
 
 class _LocalParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, before_backward: Any, *values: DTensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, kind: type[DTensor], before_backward: Callable[[], None], *values: DTensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.kind = kind
         ctx.before_backward = before_backward
         ctx.specs = [value._spec for value in values]
         # No views: torch 2.14 saves them as they are, and asks where they come from in backward;
@@ -68,19 +79,23 @@ class _LocalParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         ctx.before_backward()
-        return None, *map(_wrapped, grads, ctx.specs)
+        pairs = zip(grads, ctx.specs, strict=True)
+        return None, None, *(_wrapped(grad, spec, ctx.kind) for grad, spec in pairs)
 
 
-def _wrapped(grad: Tensor | None, spec: Any) -> DTensor | None:
+def _wrapped(grad: Tensor | None, spec: Any, kind: type[DTensor]) -> DTensor | None:
     if grad is None:
         return None
-    if grad.requires_grad:  # `create_graph=True`: a second backward has to come by
-        shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-        return DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-        )
-    # Not `DTensor(…)`, whose empty constructor takes longer than all else here.
-    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)
+    if not grad.requires_grad:
+        # Not `kind(…)`: the empty constructor of `DTensor` takes longer than all else here.
+        return DTensor.__new__(kind, grad, spec, requires_grad=False)
+    # `create_graph=True`: a second backward has to come by.
+    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+    made = DTensor.from_local(
+        grad, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+    )
+    made.__class__ = kind
+    return made
 
 
 def fake_shard(value: DTensor) -> Tensor:
@@ -93,13 +108,13 @@ def fake_shard(value: DTensor) -> Tensor:
 
 class _LocalPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: DTensor) -> Tensor:
-        ctx.spec = value._spec
+    def forward(ctx: Any, kind: type[DTensor], value: DTensor) -> Tensor:
+        ctx.kind, ctx.spec = kind, value._spec
         return value._local_tensor.view_as(value._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _wrapped(grad, ctx.spec)
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, DTensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, _wrapped(grad, ctx.spec, ctx.kind)
 
 
 def stated_dtype(value: DTensor) -> torch.dtype:
