@@ -72,3 +72,29 @@ def _reduce(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_numbers_of_whole_parameters(stage: int) -> None:
     run_ranks(2, _reduce, stage)
+
+
+EXTREMES: dict[str, Callable[[Any], Any]] = {
+    "max": lambda value: value.max(),
+    "of absolute values": lambda value: value.abs().max(),
+    "amin": lambda value: value.amin(),
+    "by column": lambda value: value.amax(0),
+    "norm": lambda value: value.norm(torch.inf),
+    "of all": lambda value: torch.nn.utils.get_total_norm([value, value], torch.inf),
+}
+
+
+def _nan() -> None:
+    for row in range(3):
+        model = Rows()
+        compiled(model, 3)()
+        values: Any = torch.rand(5, 4, dtype=torch.float64)
+        values[2 * row, 1] = torch.nan
+        model.odd.data = values
+        for what, find in EXTREMES.items():
+            ours, theirs = full(find(model.odd.detach())), find(values)
+            torch.testing.assert_close(ours, theirs, equal_nan=True, msg=f"{what}, row {2 * row}")
+
+
+def test_nan_of_any_rank_is_the_greatest() -> None:
+    run_ranks(2, _nan)

@@ -1,4 +1,4 @@
-"""Largest and smallest numbers of `DTensor`s of which some ranks hold no rows."""
+"""Largest and smallest numbers of `DTensor`s of which some ranks hold no rows, or nan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from zerofx.torch_private.handlers import HANDLERS, torchs_way
 
@@ -46,7 +46,33 @@ def _find(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = _DIMS.get(op, len(args))
         dims = args[at] if at < len(args) else None
         args = (_filled(args[0], neutral, dims), *args[1:])
-    return torchs_way(op, args, kwargs)
+    found = torchs_way(op, args, kwargs)
+    if neutral is None:
+        return found
+    most = torch.amin if neutral == math.inf else torch.amax
+    return [_met(each, most) for each in found] if isinstance(found, list) else _met(found, most)
+
+
+def _met(found: Any, most: Callable[..., Tensor]) -> Any:
+    """What all ranks found, met on each: gloo's own maximum forgets nan of all but the first."""
+    if not (isinstance(found, DTensor) and found.is_floating_point()):
+        return found
+    parts = [how.is_partial() for how in found.placements]
+    if not any(parts):
+        return found
+    mesh, local = found.device_mesh, found._local_tensor[None]
+    pairs = list(zip(parts, found.placements, strict=True))
+    rows = [Shard(0) if part else _one_further(how) for part, how in pairs]
+    whole = [Replicate() if part else _one_further(how) for part, how in pairs]
+    each = DTensor.from_local(local, mesh, rows, run_check=False).redistribute(mesh, whole)
+    placements = [Replicate() if part else how for part, how in pairs]
+    shape, stride = found.shape, found.stride()
+    value = most(each._local_tensor, 0)
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _one_further(how: Placement) -> Placement:
+    return Shard(how.dim + 1) if isinstance(how, Shard) else how
 
 
 def _filled(value: Any, neutral: float, dims: Any) -> Any:
