@@ -24,7 +24,7 @@ from zerofx.torch_private import (
     compute_mixed,
     compute_pointwise,
     count_foreach_writes,
-    find_extremes_of_empty_shards,
+    find_extremes,
     foreach_by_default,
     read_scalars_whole,
     reduce_all_rows,
@@ -51,7 +51,7 @@ def _global_value(number: DTensor) -> Tensor:
 # them where they are.
 read_scalars_whole(_global_value)
 clamp_whole()
-find_extremes_of_empty_shards()
+find_extremes()
 reduce_all_rows()
 transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
 
@@ -84,17 +84,15 @@ compute_mixed(_with_full_values, torch.no_grad()(_with_full_values))
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loop that averaged gradients, or sent weights round, by itself."""
-    if not any(sessions_on(value.device_mesh) for value in _dtensors((args, kwargs))):
+    given = tensors_in((args, kwargs))
+    meshes = {value.device_mesh for value in given if isinstance(value, DTensor)}
+    if not any(map(sessions_on, meshes)):
         return torchs_way(op, args, kwargs)
     raise UnsupportedError(
         f"{op} is given a DTensor of a sharded model, of which ranks may hold different rows",
         "leave the line out, if it averages gradients or makes weights alike, as zerofx has done "
         "so; or give it value.full_tensor(), or this rank's rows: value.to_local()",
     )
-
-
-def _dtensors(values: Any) -> list[DTensor]:
-    return [value for value in tensors_in(values) if isinstance(value, DTensor)]
 
 
 answer_collectives(_refuse_collective)

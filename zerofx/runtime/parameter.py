@@ -63,8 +63,7 @@ class Sharded(DTensor):
         """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
         value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
-        value = as_rows(self, value)
-        return super().copy_(value, non_blocking)
+        return super().copy_(as_rows(self, value), non_blocking)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The same; Dynamo may trace it under a `torch.func` transform, where torch's fails."""

@@ -58,7 +58,7 @@ from zerofx.torch_private.distributed import (
     live_ranks,
     reduce_scatter_flat,
 )
-from zerofx.torch_private.extremes import find_extremes_of_empty_shards
+from zerofx.torch_private.extremes import find_extremes
 from zerofx.torch_private.foreach import (
     compute_pointwise,
     count_foreach_writes,
@@ -155,7 +155,7 @@ __all__ = [
     "fake_mode",
     "fake_mode_of",
     "fake_shard",
-    "find_extremes_of_empty_shards",
+    "find_extremes",
     "for_parts",
     "foreach_by_default",
     "frame_being_compiled",

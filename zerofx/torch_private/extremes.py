@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from zerofx.torch_private.handlers import HANDLERS, torchs_way
+from zerofx.torch_private.handlers import HANDLERS, torchs_way, without_parts
 
 _aten = torch.ops.aten
 _NEUTRAL: dict[Any, Callable[[tuple[Any, ...]], float | None]] = {
@@ -27,8 +27,8 @@ _DIMS = {_aten.amax.default: 1, _aten.amin.default: 1, _aten.linalg_vector_norm.
 """Where operations say what they reduce; by default all of it."""
 
 
-def find_extremes_of_empty_shards() -> None:
-    """Let a rank without rows answer what changes no result; torch's kernels refuse to."""
+def find_extremes() -> None:
+    """Let largest and smallest numbers, and their places, be those of whole tensors."""
     HANDLERS.update(dict.fromkeys(_NEUTRAL, _find))
     for op in (_aten.argmax.default, _aten.argmin.default):
         # Their own handlers ask each rank for its place. By torch's rules they gather what they
@@ -41,6 +41,7 @@ def _of_norm(order: float = 2) -> float | None:
 
 
 def _find(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A rank without rows answers what changes no result; torch's kernels refuse to."""
     neutral = _NEUTRAL[op](args)
     if neutral is not None:
         at = _DIMS.get(op, len(args))
@@ -57,22 +58,16 @@ def _met(found: Any, most: Callable[..., Tensor]) -> Any:
     """What all ranks found, met on each: gloo's own maximum forgets nan of all but the first."""
     if not (isinstance(found, DTensor) and found.is_floating_point()):
         return found
-    parts = [how.is_partial() for how in found.placements]
-    if not any(parts):
+    given, mesh = found.placements, found.device_mesh
+    whole = without_parts(given)
+    if whole == list(given):
         return found
-    mesh, local = found.device_mesh, found._local_tensor[None]
-    pairs = list(zip(parts, found.placements, strict=True))
-    rows = [Shard(0) if part else _one_further(how) for part, how in pairs]
-    whole = [Replicate() if part else _one_further(how) for part, how in pairs]
-    each = DTensor.from_local(local, mesh, rows, run_check=False).redistribute(mesh, whole)
-    placements = [Replicate() if part else how for part, how in pairs]
+    # Along a dimension more, in which ranks lie one after another.
+    apart = [Shard(found.ndim) if how.is_partial() else how for how in given]
+    each = DTensor.from_local(found._local_tensor[..., None], mesh, apart, run_check=False)
+    value = most(each.redistribute(mesh, whole)._local_tensor, -1)
     shape, stride = found.shape, found.stride()
-    value = most(each._local_tensor, 0)
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _one_further(how: Placement) -> Placement:
-    return Shard(how.dim + 1) if isinstance(how, Shard) else how
+    return DTensor.from_local(value, mesh, whole, run_check=False, shape=shape, stride=stride)
 
 
 def _filled(value: Any, neutral: float, dims: Any) -> Any:

@@ -142,12 +142,10 @@ def lies_as(one: Tensor, other: Any) -> bool:
     """Whether the local tensor of one operand meets the other's in place; numbers do with all."""
     if isinstance(one, DTensor) and isinstance(other, DTensor):
         mine, others = one._spec, other._spec
-        alike = mine is others or (
-            mine.mesh == others.mesh
-            and mine.placements == others.placements
-            and one.shape == other.shape
-        )
-        return alike
+        if mine is others:
+            return True
+        alike = mine.mesh == others.mesh and mine.placements == others.placements
+        return alike and one.shape == other.shape
     if not isinstance(other, Tensor) or (not other.ndim and type(other) is Tensor):
         return True  # a number
     return isinstance(one, DTensor) is isinstance(other, DTensor)

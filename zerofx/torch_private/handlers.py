@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Takes an operation and its arguments, and gives its result."""
@@ -23,7 +23,11 @@ def torchs_way(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             HANDLERS[op] = handler
 
 
+def without_parts(placements: Sequence[Placement]) -> list[Placement]:
+    """`placements` under which no rank has only its contribution."""
+    return [Replicate() if how.is_partial() else how for how in placements]
+
+
 def added_up(value: DTensor) -> DTensor:
     """`value`, of which no rank has only its contribution."""
-    whole = [Replicate() if how.is_partial() else how for how in value.placements]
-    return value.redistribute(value.device_mesh, whole)
+    return value.redistribute(value.device_mesh, without_parts(value.placements))
