@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,30 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerofx
-from tests.contract.loops import close, compiled, config, data, full, net, same, sgd, twin
+from tests.contract.loops import close, compiled, config, data, full, net, sgd, twin
 from tests.logs import heard
 from tests.ranks import run_ranks
 from zerofx.runtime.pickles import say_once
-
-
-def _penalty(stage: int) -> None:
-    model, ddp = net(), twin(net())
-    run, weights = compiled(model, stage), sum(p.numel() for p in model.parameters())
-    for trained, call in ((model, run), (ddp, ddp)):
-        optimizer = sgd(trained)
-        for number in range(3):
-            loss = call(*data(number))
-            penalty: Any = sum(param.square().sum() for param in trained.parameters())
-            loss = loss + (penalty.full_tensor() if trained is model else penalty) / weights
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    same(model, ddp)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_penalties_outside_the_model(stage: int) -> None:
-    run_ranks(2, _penalty, stage)
 
 
 def _average(stage: int) -> None:

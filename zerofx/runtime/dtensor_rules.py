@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from zerofx.errors import UnsupportedError
+from zerofx.runtime.answers import make_writable, of_whole, with_plain
 from zerofx.runtime.handles import reading, sessions_on
-from zerofx.runtime.in_place import full, note_cleared
+from zerofx.runtime.in_place import note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor, take_place
 from zerofx.torch_private import (
     answer_collectives,
+    answer_operations,
     clamp_whole,
-    compute_mixed,
     compute_pointwise,
     count_foreach_writes,
     find_extremes,
@@ -56,30 +57,8 @@ reduce_all_rows()
 transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
 
 
-def _with_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Averages of weights that were copied before these were sharded; all ranks come together."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    meshes = {value.device_mesh for value in given if isinstance(value, DTensor)}
-    writes = op._schema.is_mutable and isinstance(args[0], DTensor)
-    if writes or not any(map(sessions_on, meshes)):
-        return NotImplemented
-    if torch.is_grad_enabled() and any(value.requires_grad for value in given):
-        raise UnsupportedError(
-            f"{op} mixes sharded and plain tensors, and its result needs gradients",
-            "write `with torch.no_grad():` around it, if no gradients are wanted "
-            "(prune.remove); or take full values on all ranks: param.full_tensor(), or those that "
-            "`with zerofx.unshard(model) as full:` names; or take the plain copy after the model "
-            "was sharded: zerofx.shard(model, zerofx.ZeroConfig(stage=…))",
-        )
-    return op(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
-
-
-def _whole(value: Any) -> Any:
-    # Below autograd torch 2.11 gathers nothing that requires gradients.
-    return full(value.detach()) if isinstance(value, DTensor) else value
-
-
-compute_mixed(_with_full_values, torch.no_grad()(_with_full_values))
+# Averages of weights that were copied before these were sharded; penalties in a loss; masks.
+answer_operations(with_plain, of_whole, make_writable)
 
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from zerofx.torch_private import (
 
 
 class Sharded(DTensor):
-    """A `DTensor` that can be written to; what is computed from it is a plain `DTensor`."""
+    """A `DTensor` that can be written to, as what is computed from it."""
 
     @property
     def data(self) -> Tensor:
@@ -112,6 +112,10 @@ class Sharded(DTensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
+
+    def __format__(self, spec: str) -> str:
+        # `f"{norm:.3f}"` of what clipping returns, as of a plain tensor's number.
+        return format(self.item(), spec) if spec and not self.ndim else super().__format__(spec)
 
     def _stable_hash_for_caching(self) -> str:
         # By torch's a rank would take code that another one compiled for its own number of rows.

@@ -1,10 +1,11 @@
 """The only folder with torch privates. Imports nothing of zerofx.
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
-Modules: backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames, given,
-handlers, joint, mixed, nccl, profiling, reductions, sequences, tensors, turns.
+Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
+given, handlers, joint, nccl, profiling, reductions, sequences, tensors, turns.
 """
 
+from zerofx.torch_private.answers import answer_operations
 from zerofx.torch_private.backwards import (
     adds_to_grad,
     backward_id,
@@ -72,7 +73,7 @@ from zerofx.torch_private.given import (
     mix_while_tracing,
     stop_mixing,
 )
-from zerofx.torch_private.handlers import torchs_way
+from zerofx.torch_private.handlers import torchs_way, without_parts
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
@@ -82,7 +83,6 @@ from zerofx.torch_private.joint import (
     must_save_tag,
     orders_effects,
 )
-from zerofx.torch_private.mixed import compute_mixed
 from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.reductions import reduce_all_rows
@@ -134,6 +134,7 @@ __all__ = [
     "all_gather_flat",
     "all_positions",
     "answer_collectives",
+    "answer_operations",
     "backend_of",
     "backward_id",
     "before_forwards",
@@ -143,7 +144,6 @@ __all__ = [
     "compilations",
     "compile_for_sizes",
     "compile_with_inductor",
-    "compute_mixed",
     "compute_pointwise",
     "concrete_copy",
     "count_foreach_writes",
@@ -224,4 +224,5 @@ __all__ = [
     "where_dynamo_stopped",
     "why_graph_ended",
     "with_local",
+    "without_parts",
 ]

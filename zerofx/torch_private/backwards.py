@@ -37,6 +37,12 @@ def adds_to_grad(param: Tensor) -> bool:
         return False
 
 
+def inside_graph() -> bool:
+    """Whether torch computes gradients now, of what is no leaf; in hooks of leaves it does not."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and node.name() != "torch::autograd::AccumulateGrad"
+
+
 def inside_reentrant_checkpoint() -> bool:
     """Whether the backward pass under way was started by a checkpointed region of another."""
     frame: FrameType | None = sys._getframe(1)

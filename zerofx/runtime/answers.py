@@ -1,0 +1,165 @@
+"""Operations on sharded tensors that torch's `DTensor` refuses: they are of whole tensors here.
+
+The loop asks for them, and code of a forward that Dynamo leaves to Python: averages of weights, a
+penalty that is added to a loss, a weight that a loss is computed with, quantiles. All ranks come to
+them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+from zerofx.errors import UnsupportedError
+from zerofx.runtime.handles import reading, sessions_on
+from zerofx.runtime.in_place import as_rows, everywhere, full, replicated
+from zerofx.runtime.parameter import Sharded, local_tensor
+from zerofx.torch_private import fake_mode_of, map_tensors, tensors_in, without_parts
+
+
+def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `op` gives of sharded tensors and plain ones: a rank's own, as that which is plain.
+
+    Gradients of what is sharded are means over ranks, as those of a forward.
+
+    Raises:
+        UnsupportedError: it writes to a sharded tensor what has a gradient, or by `out=`; or it is
+            traced, and gradients are wanted.
+    """
+    given = tensors_in((args, kwargs))
+    sharded = [value for value in given if isinstance(value, DTensor)]
+    if not _are_ours(sharded):
+        return NotImplemented
+    trains = torch.is_grad_enabled() and any(value.requires_grad for value in given)
+    if isinstance(kwargs.get("out"), DTensor):
+        raise UnsupportedError(
+            f"{op} writes what is computed from plain tensors to a sharded tensor, by out=",
+            "write it with copy_() under torch.no_grad(); parametrize modules (spectral_norm) "
+            "before the model is sharded",
+        )
+    if _writes_first(op) and isinstance(args[0], DTensor):
+        if not trains:
+            return _write_rows(op, args, kwargs)
+        raise UnsupportedError(
+            f"{op} writes what is computed from plain tensors to a sharded tensor, and gradients "
+            "are wanted",
+            "write `penalty = penalty + loss` instead of `penalty += loss`; or, if no gradients "
+            "are wanted, `with torch.no_grad():` around it",
+        )
+    if trains and fake_mode_of(given):
+        raise UnsupportedError(
+            f"{op}, which Dynamo traces outside of the model, mixes sharded and plain tensors, and "
+            "its result needs gradients",
+            "compile the model, and not the loop around it; or take full values: "
+            "param.full_tensor()",
+        )
+    found = _of_full_values(op, args, kwargs)
+    if trains and any(value.is_floating_point() for value in tensors_in(found)):
+        for value in sharded:
+            _average_gradient(value)
+    return found
+
+
+def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `op` gives of sharded tensors by whole ones, where torch has no rule for rows.
+
+    What is drawn is what one process draws: rank 0's numbers are everybody's.
+    """
+    sharded = [value for value in tensors_in((args, kwargs)) if isinstance(value, DTensor)]
+    if not _are_ours(sharded) or _are_traced(sharded):
+        return NotImplemented
+    if op._schema.is_mutable:
+        return _write_rows(op, args, kwargs)
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+
+    def laid_out(value: Tensor) -> Tensor:
+        if value.is_sparse:
+            return value
+        return _of_first_rank(sharded[0], value) if draws else everywhere(sharded[0], value)
+
+    return map_tensors(laid_out, _of_full_values(op, args, kwargs))
+
+
+def make_writable(found: Any, given: Sequence[Tensor]) -> None:
+    """Let writes to what is computed from sharded tensors arrive, as those to these do."""
+    if any(isinstance(value, Sharded) for value in given):
+        for value in tensors_in(found):
+            if type(value) is DTensor and not _are_traced([value]):
+                value.__class__ = Sharded
+
+
+def _are_ours(sharded: Sequence[DTensor]) -> bool:
+    return any(sessions_on(mesh) for mesh in {value.device_mesh for value in sharded})
+
+
+def _are_traced(sharded: Sequence[DTensor]) -> bool:
+    return any(type(local_tensor(value)) is not Tensor for value in sharded)
+
+
+def _of_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
+
+
+def _writes_first(op: Any) -> bool:
+    """Whether `op` writes to its first operand, and to no other."""
+    return [at for at, given in enumerate(op._schema.arguments) if given.is_write] == [0]
+
+
+def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let `op` write to the whole of an operand, its first or `out`, of which ranks take rows."""
+    out = kwargs.get("out")
+    if not isinstance(out, DTensor) and not _writes_first(op):
+        return NotImplemented
+    written: DTensor = args[0] if out is None else out
+    whole = full(written.detach())
+    if out is None:
+        _of_full_values(op, (whole, *args[1:]), kwargs)
+    else:
+        _of_full_values(op, args, {**kwargs, "out": whole})
+    if whole.shape != written.shape:
+        return NotImplemented
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    lay_out = _of_first_rank if draws else everywhere
+    return written.copy_(as_rows(written, lay_out(written, whole)))
+
+
+def _of_first_rank(like: DTensor, whole: Tensor) -> DTensor:
+    """`whole` as rank 0 has it, in rows as those of `like` where it has its shape."""
+    rows = like.placements if whole.shape == like.shape else replicated(like)
+    return distribute_tensor(whole, like.device_mesh, rows)
+
+
+def _whole(value: Tensor) -> Any:
+    # Below autograd torch 2.11 gathers nothing that requires gradients.
+    return full(value.detach()) if isinstance(value, DTensor) else value
+
+
+def _average_gradient(value: DTensor) -> None:
+    """Let gradients that come to `value` from plain tensors be means over ranks."""
+    hooks = value._backward_hooks or {}
+    if value.requires_grad and not any(isinstance(hook, _Mean) for hook in hooks.values()):
+        value.register_hook(_Mean(value))
+
+
+class _Mean:
+    """Takes a plain gradient for this rank's own, and gives the mean over ranks, sharded."""
+
+    __torch_unserializable__ = True
+    """Copies of a parameter get their own, where they need it."""
+
+    def __init__(self, value: DTensor) -> None:
+        self._mesh = value.device_mesh
+        self._placements = without_parts(value.placements)
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        if isinstance(grad, DTensor):
+            return None
+        parts = [Partial()] * self._mesh.ndim
+        dense = grad.to_dense() if grad.is_sparse else grad
+        mine = DTensor.from_local(dense, self._mesh, parts, run_check=False)
+        with reading(self._mesh):
+            return mine.redistribute(self._mesh, self._placements) / self._mesh.size()
