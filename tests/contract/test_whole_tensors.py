@@ -63,6 +63,7 @@ def _functions() -> None:
         scale = torch.arange(want.numel(), dtype=want.dtype).cos().view(want.shape)
         (want * scale).sum().backward()
         (function(ours) * scale).sum().backward()
+        assert ours.grad.placements == ours.placements, name
         close(full(ours.grad), theirs.grad, f"gradient of {name}", 1e-12)
 
 

@@ -59,8 +59,7 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     found = _of_full_values(op, args, kwargs)
     if trains and any(value.is_floating_point() for value in tensors_in(found)):
-        for value in sharded:
-            _average_gradient(value)
+        _lay_out_gradients(sharded)
     return found
 
 
@@ -84,12 +83,18 @@ def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_tensors(laid_out, _of_full_values(op, args, kwargs))
 
 
-def make_writable(found: Any, given: Sequence[Tensor]) -> None:
-    """Let writes to what is computed from sharded tensors arrive, as those to these do."""
-    if any(isinstance(value, Sharded) for value in given):
-        for value in tensors_in(found):
-            if type(value) is DTensor and not _are_traced([value]):
-                value.__class__ = Sharded
+def like_a_parameter(op: Any, found: Any, given: Sequence[Tensor]) -> None:
+    """Let writes to what was computed arrive, and gradients of parameters be rows."""
+    sharded = [value for value in given if isinstance(value, Sharded)]
+    if not sharded or _are_traced(sharded):
+        return
+    if torch.is_grad_enabled():
+        _lay_out_gradients([value for value in sharded if value.is_leaf])
+        if op.is_view:  # of a parameter it may not be written to, in torch as here
+            return
+    for value in tensors_in(found):
+        if type(value) is DTensor:
+            value.__class__ = Sharded
 
 
 def _are_ours(sharded: Sequence[DTensor]) -> bool:
@@ -115,14 +120,17 @@ def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(out, DTensor) and not _writes_first(op):
         return NotImplemented
     written: DTensor = args[0] if out is None else out
-    whole = full(written.detach())
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    if draws or out is not None:
+        whole = torch.empty(written.shape, dtype=written.dtype, device=written.device)
+    else:
+        whole = full(written.detach())
     if out is None:
         _of_full_values(op, (whole, *args[1:]), kwargs)
     else:
         _of_full_values(op, args, {**kwargs, "out": whole})
     if whole.shape != written.shape:
         return NotImplemented
-    draws = torch.Tag.nondeterministic_seeded in op.tags
     lay_out = _of_first_rank if draws else everywhere
     return written.copy_(as_rows(written, lay_out(written, whole)))
 
@@ -138,15 +146,16 @@ def _whole(value: Tensor) -> Any:
     return full(value.detach()) if isinstance(value, DTensor) else value
 
 
-def _average_gradient(value: DTensor) -> None:
-    """Let gradients that come to `value` from plain tensors be means over ranks."""
-    hooks = value._backward_hooks or {}
-    if value.requires_grad and not any(isinstance(hook, _Mean) for hook in hooks.values()):
-        value.register_hook(_Mean(value))
+def _lay_out_gradients(values: Sequence[DTensor]) -> None:
+    """Let the gradient of each of `values` lie as it does, whatever ranks compute of it."""
+    for value in values:
+        hooks = value._backward_hooks or {}
+        if value.requires_grad and not any(isinstance(hook, _LaidOut) for hook in hooks.values()):
+            value.register_hook(_LaidOut(value))
 
 
-class _Mean:
-    """Takes a plain gradient for this rank's own, and gives the mean over ranks, sharded."""
+class _LaidOut:
+    """Lays a gradient out as what it is of; takes a plain one for this rank's, and their mean."""
 
     __torch_unserializable__ = True
     """Copies of a parameter get their own, where they need it."""
@@ -155,11 +164,13 @@ class _Mean:
         self._mesh = value.device_mesh
         self._placements = without_parts(value.placements)
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        if isinstance(grad, DTensor):
-            return None
-        parts = [Partial()] * self._mesh.ndim
-        dense = grad.to_dense() if grad.is_sparse else grad
-        mine = DTensor.from_local(dense, self._mesh, parts, run_check=False)
+    def __call__(self, grad: Tensor) -> Tensor:
+        if isinstance(grad, DTensor) and list(grad.placements) == self._placements:
+            return grad
         with reading(self._mesh):
+            if isinstance(grad, DTensor):
+                return grad.redistribute(self._mesh, self._placements)
+            parts = [Partial()] * self._mesh.ndim
+            dense = grad.to_dense() if grad.is_sparse else grad
+            mine = DTensor.from_local(dense, self._mesh, parts, run_check=False)
             return mine.redistribute(self._mesh, self._placements) / self._mesh.size()

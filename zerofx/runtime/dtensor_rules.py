@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
-from zerofx.runtime.answers import make_writable, of_whole, with_plain
+from zerofx.runtime.answers import like_a_parameter, of_whole, with_plain
 from zerofx.runtime.handles import reading, sessions_on
 from zerofx.runtime.in_place import note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor, take_place
@@ -58,7 +56,7 @@ transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
 
 
 # Averages of weights that were copied before these were sharded; penalties in a loss; masks.
-answer_operations(with_plain, of_whole, make_writable)
+answer_operations(with_plain, of_whole, like_a_parameter)
 
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,9 +73,3 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 answer_collectives(_refuse_collective)
-
-
-@register_sharding(torch.ops.aten._is_any_true.default)
-def _is_any_true(x: Any) -> list[Any]:
-    """Anomaly mode asks it of every gradient; debugging may cost a gather."""
-    return [([Replicate()], [Replicate()])]

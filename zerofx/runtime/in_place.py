@@ -1,7 +1,4 @@
-"""Methods of sharded tensors that write in place, where torch's `DTensor` does not do as a tensor.
-
-On CPU it draws the same numbers for the rows of every rank, and it takes no full values.
-"""
+"""Methods of sharded tensors that write in place: torch's `DTensor` takes no full values."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from zerofx.runtime.handles import reading
 
@@ -19,11 +16,6 @@ _RESHAPING = (
     *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
     *("swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
 )
-_RANDOM = (
-    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
-    *("random_", "uniform_"),
-)
-
 _ACROSS_ROWS = (
     *("addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "cumprod_", "cumsum_"),
     *("fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_"),
@@ -73,32 +65,8 @@ def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
         if name == "zero_":
             yield name, _zero_
         elif name != "copy_":
-            make = (
-                _draws
-                if name in _RANDOM
-                else _writes_whole
-                if name in _ACROSS_ROWS
-                else _takes_full
-            )
+            make = _writes_whole if name in _ACROSS_ROWS else _takes_full
             yield name, make(name)
-
-
-def _draws(name: str) -> Callable[..., Any]:
-    """Every rank draws all values, as one process does; rank 0's win, as at initialisation."""
-    plain = getattr(DTensor, name)
-
-    def draw(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return plain(self, *args, **kwargs)
-        with torch.no_grad():
-            whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            getattr(whole, name)(
-                *map(full, args), **{key: full(each) for key, each in kwargs.items()}
-            )
-            drawn = distribute_tensor(whole, self.device_mesh, self.placements)
-        return DTensor.copy_(self, drawn)
-
-    return draw
 
 
 def _writes_whole(name: str) -> Callable[..., Any]:

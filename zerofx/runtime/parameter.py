@@ -19,8 +19,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
-from zerofx.runtime.handles import reading
-from zerofx.runtime.in_place import as_rows, everywhere, full, replicated, write_whole
+from zerofx.runtime.in_place import as_rows, everywhere, full, write_whole
 from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
     fake_mode_of,
@@ -202,12 +201,7 @@ def _views(name: str) -> Callable[..., Any]:
     def look(self: Sharded, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
-        try:
-            found = plain(self, *args, **kwargs)
-        except RuntimeError:
-            # `DTensor` flattens no rows of which ranks have unequal numbers.
-            with reading(self.device_mesh):
-                found = plain(self.redistribute(placements=replicated(self)), *args, **kwargs)
+        found = plain(self, *args, **kwargs)
         return self._seen(found, lambda whole: getattr(whole, name)(*args, **kwargs))
 
     return look

@@ -24,7 +24,7 @@ _TORCHS = ("_amp_", "_foreach_", "_fused_", "_local_scalar_dense", "alias", "det
 
 
 def answer_operations(
-    mixed: Handler, whole: Handler, made: Callable[[Any, Sequence[Tensor]], None]
+    mixed: Handler, whole: Handler, made: Callable[[Any, Any, Sequence[Tensor]], None]
 ) -> None:
     """Have callbacks do what torch's `DTensor` leaves undone; they may answer `NotImplemented`.
 
@@ -33,7 +33,7 @@ def answer_operations(
             several elements, or gradients are wanted.
         whole: the same, where torch has no rule for an operation or for how operands lie, and where
             one draws random numbers, which by torch's rules are the same for the rows of all ranks.
-        made: called with what an operation gave, and its operands.
+        made: called with an operation, what it gave, and its operands.
     """
     for op in _operations():
         HANDLERS[op] = _answering(op, HANDLERS.get(op, torchs_way), mixed, whole, made)
@@ -41,7 +41,7 @@ def answer_operations(
 
     def norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = norms(op, args, kwargs)
-        made(found, args[0])
+        made(op, found, args[0])
         return found
 
     HANDLERS[torch.ops.aten._foreach_norm.Scalar] = norm
@@ -52,11 +52,11 @@ def _answering(
     otherwise: Handler,
     mixed: Handler,
     whole: Handler,
-    made: Callable[[Any, Sequence[Tensor]], None],
+    made: Callable[[Any, Any, Sequence[Tensor]], None],
 ) -> Handler:
     dispatcher, writes = DTensor._op_dispatcher, op._schema.is_mutable
     updates = op._schema.name.removeprefix("aten::") in _UPDATES
-    views, draws = op.is_view, torch.Tag.nondeterministic_seeded in op.tags
+    draws = torch.Tag.nondeterministic_seeded in op.tags
 
     def answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if updates and _writes_in_place(args):
@@ -75,9 +75,7 @@ def _answering(
             found = whole(op, args, kwargs)
         if found is NotImplemented:
             found = _by_rule(op, args, kwargs, otherwise, whole)
-        # With autograd no view of a parameter may be written to, in torch as here.
-        if not (views and torch.is_grad_enabled()):
-            made(found, given)
+        made(op, found, given)
         return found
 
     return answer
