@@ -164,8 +164,9 @@ class _LaidOut:
         self._mesh = value.device_mesh
         self._placements = without_parts(value.placements)
 
-    def __call__(self, grad: Tensor) -> Tensor:
-        if isinstance(grad, DTensor) and list(grad.placements) == self._placements:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        lies_so = isinstance(grad, DTensor) and list(grad.placements) == self._placements
+        if grad is None or lies_so:  # none where nothing asked for it
             return grad
         with reading(self._mesh):
             if isinstance(grad, DTensor):
