@@ -146,7 +146,7 @@ def _draws() -> None:
         close(full(draw(model.first.weight)), want, name)
 
 
-def test_draws_are_one_processs() -> None:
+def test_draws_are_those_of_one_process() -> None:
     run_ranks(2, _draws)
 
 

@@ -21,6 +21,12 @@ from zerofx.runtime.parameter import Sharded, local_tensor
 from zerofx.torch_private import fake_mode_of, map_tensors, tensors_in, without_parts
 
 
+def ours_in(values: Any) -> list[DTensor]:
+    """The `DTensor`s in a nest, if they are of a sharded model; none if they are of others."""
+    found = [value for value in tensors_in(values) if isinstance(value, DTensor)]
+    return found if any(map(sessions_on, {value.device_mesh for value in found})) else []
+
+
 def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `op` gives of sharded tensors and plain ones: a rank's own, as that which is plain.
 
@@ -30,9 +36,8 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         UnsupportedError: it writes to a sharded tensor what has a gradient, or by `out=`; or it is
             traced, and gradients are wanted.
     """
-    given = tensors_in((args, kwargs))
-    sharded = [value for value in given if isinstance(value, DTensor)]
-    if not _are_ours(sharded):
+    sharded, given = ours_in((args, kwargs)), tensors_in((args, kwargs))
+    if not sharded:
         return NotImplemented
     trains = torch.is_grad_enabled() and any(value.requires_grad for value in given)
     if isinstance(kwargs.get("out"), DTensor):
@@ -68,8 +73,8 @@ def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     What is drawn is what one process draws: rank 0's numbers are everybody's.
     """
-    sharded = [value for value in tensors_in((args, kwargs)) if isinstance(value, DTensor)]
-    if not _are_ours(sharded) or _are_traced(sharded):
+    sharded = ours_in((args, kwargs))
+    if not sharded or _are_traced(sharded):
         return NotImplemented
     if op._schema.is_mutable:
         return _write_rows(op, args, kwargs)
@@ -97,10 +102,6 @@ def like_a_parameter(op: Any, found: Any, given: Sequence[Tensor]) -> None:
             value.__class__ = Sharded
 
 
-def _are_ours(sharded: Sequence[DTensor]) -> bool:
-    return any(sessions_on(mesh) for mesh in {value.device_mesh for value in sharded})
-
-
 def _are_traced(sharded: Sequence[DTensor]) -> bool:
     return any(type(local_tensor(value)) is not Tensor for value in sharded)
 
@@ -116,19 +117,20 @@ def _writes_first(op: Any) -> bool:
 
 def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let `op` write to the whole of an operand, its first or `out`, of which ranks take rows."""
-    out = kwargs.get("out")
-    if not isinstance(out, DTensor) and not _writes_first(op):
+    by_name = isinstance(kwargs.get("out"), DTensor)
+    if not by_name and not _writes_first(op):
         return NotImplemented
-    written: DTensor = args[0] if out is None else out
+    written: DTensor = kwargs["out"] if by_name else args[0]
     draws = torch.Tag.nondeterministic_seeded in op.tags
-    if draws or out is not None:
+    if by_name or draws:  # nothing stays of what is there
         whole = torch.empty(written.shape, dtype=written.dtype, device=written.device)
     else:
         whole = full(written.detach())
-    if out is None:
-        _of_full_values(op, (whole, *args[1:]), kwargs)
+    if by_name:
+        kwargs = {**kwargs, "out": whole}
     else:
-        _of_full_values(op, args, {**kwargs, "out": whole})
+        args = (whole, *args[1:])
+    _of_full_values(op, args, kwargs)
     if whole.shape != written.shape:
         return NotImplemented
     lay_out = _of_first_rank if draws else everywhere

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
-from zerofx.runtime.answers import like_a_parameter, of_whole, with_plain
-from zerofx.runtime.handles import reading, sessions_on
+from zerofx.runtime.answers import like_a_parameter, of_whole, ours_in, with_plain
+from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import note_cleared
 from zerofx.runtime.parameter import KINDS, local_tensor, take_place
 from zerofx.torch_private import (
@@ -27,7 +27,6 @@ from zerofx.torch_private import (
     foreach_by_default,
     read_scalars_whole,
     reduce_all_rows,
-    tensors_in,
     torchs_way,
     transpose_in_place,
     update_local_tensors,
@@ -61,9 +60,7 @@ answer_operations(with_plain, of_whole, like_a_parameter)
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loop that averaged gradients, or sent weights round, by itself."""
-    given = tensors_in((args, kwargs))
-    meshes = {value.device_mesh for value in given if isinstance(value, DTensor)}
-    if not any(map(sessions_on, meshes)):
+    if not ours_in((args, kwargs)):
         return torchs_way(op, args, kwargs)
     raise UnsupportedError(
         f"{op} is given a DTensor of a sharded model, of which ranks may hold different rows",
