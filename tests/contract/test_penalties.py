@@ -173,6 +173,11 @@ def _without_autograd() -> None:
     with torch.no_grad():
         for scaled in (lambda w: own * w.abs().sum(), lambda w: w.norm() / own):
             close(full(scaled(model.first.weight)), scaled(plain.first.weight), "number")
+        ours, theirs = torch.zeros(()), torch.zeros(())
+        for number, weights in ((ours, model.first.weight), (theirs, plain.first.weight)):
+            number += weights.norm() ** 2
+        assert type(ours) is Tensor
+        close(ours, theirs, "a plain number that a norm was added to")
 
 
 def test_numbers_of_each_rank_scale_whole_sums() -> None:

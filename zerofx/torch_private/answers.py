@@ -66,7 +66,8 @@ def _answering(
         plain = [value for value in given if not isinstance(value, DTensor)]
         found = NotImplemented
         if plain and not dispatcher._allow_implicit_replication:
-            if _is_a_ranks_own(plain, given, writes=writes):
+            written = kwargs.get("out", args[0]) if writes else None
+            if _is_a_ranks_own(plain, given, written):
                 found = mixed(op, args, kwargs)
             elif not writes:
                 # A number of this rank's own may not scale its part of a sum alone.
@@ -110,14 +111,14 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _is_a_ranks_own(plain: Sequence[Tensor], given: Sequence[Tensor], *, writes: bool) -> bool:
+def _is_a_ranks_own(plain: Sequence[Tensor], given: Sequence[Tensor], written: Any) -> bool:
     """Whether a result is: torch takes plain tensors of one element for the same on all ranks."""
-    if any(value.numel() != 1 for value in plain):
+    if any(value.numel() != 1 or value is written for value in plain):
         return True
     if torch.is_grad_enabled():
         return any(value.requires_grad for value in given)
     # So are gradients of what met plain tensors.
-    return inside_graph() and not writes
+    return inside_graph() and written is None
 
 
 def _only_writes(given: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
