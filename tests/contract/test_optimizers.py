@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 import zerofx
 from tests.contract.loops import (
@@ -105,6 +109,57 @@ def _grouped(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameter_groups(stage: int) -> None:
     run_ranks(2, _grouped, stage)
+
+
+WHOLE: dict[str, Callable[..., Optimizer]] = {
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "foreach": partial(torch.optim.Adafactor, lr=0.05, foreach=True),
+    "transformers": transformers.Adafactor,
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "LBFGS": partial(torch.optim.LBFGS, lr=0.1, history_size=3, max_iter=3),
+}
+"""Optimizers that look at whole matrices, write through masks, or at whole vectors of a model."""
+
+
+def _fitted(run: Any, optimizer: Optimizer, steps: range) -> None:
+    for number in steps:
+
+        @torch.enable_grad()
+        def closure(number: int = number) -> Any:
+            optimizer.zero_grad()
+            loss = run(*data(number, dtype=torch.float64))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def _looks_at_whole(stage: int, early: bool) -> None:
+    for name, build in WHOLE.items():
+        model, ddp = net().double(), twin(net().double())
+        run = compiled(model, stage)
+        if not early:
+            with torch.no_grad():
+                run(*data(0, dtype=torch.float64))
+        optimizer, plain = build(model.parameters()), build(ddp.parameters())
+        _fitted(run, optimizer, range(2))
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        saved.seek(0)
+        resumed = build(model.parameters())
+        resumed.load_state_dict(torch.load(saved))
+        _fitted(run, resumed, range(2, 4))
+        _fitted(ddp, plain, range(4))
+        close(_vector(model), _vector(ddp), name, rtol=1e-12)
+
+
+def _vector(module: nn.Module) -> torch.Tensor:
+    return torch.cat([full(param).flatten() for param in module.parameters()])
+
+
+@pytest.mark.parametrize(("stage", "early"), [(1, True), (3, False)])
+def test_optimizers_that_look_at_whole_parameters(stage: int, early: bool) -> None:
+    run_ranks(2, _looks_at_whole, stage, early)
 
 
 def _inside_backward(stage: int) -> None:

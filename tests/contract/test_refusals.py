@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +22,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Adafactor
 
 import zerofx
 from tests.contract.loops import (
@@ -34,7 +32,6 @@ from tests.contract.loops import (
     compiled,
     config,
     data,
-    full,
     net,
     refused,
     still_plain,
@@ -170,31 +167,6 @@ def _groups() -> None:
 
 def test_process_groups() -> None:
     run_ranks(2, _groups)
-
-
-def _optimizers() -> None:
-    for kind, name in (
-        (LBFGS, "LBFGS"),
-        (Adafactor, "Adafactor"),
-        (torch.optim.Rprop, "Rprop(capturable=False)"),
-        (functools.partial(torch.optim.Rprop, foreach=True), "OwnerOptimizer(params"),
-    ):
-        model = net()
-        optimizer = kind(model.parameters())
-        with refused(name, kind=UnsupportedError):
-            compiled(model, 3)(*data(0))
-        still_plain(model)
-        del optimizer
-        run = compiled(model, 3)
-        run(*data(0)).backward()
-        optimizer, before = kind(model.parameters()), full(model.first.weight)
-        with refused(name, kind=UnsupportedError):
-            optimizer.step(lambda: torch.zeros(()))
-        close(full(model.first.weight), before, "first.weight", 0)
-
-
-def test_optimizers_that_need_whole_parameters() -> None:
-    run_ranks(2, _optimizers)
 
 
 def _options() -> None:

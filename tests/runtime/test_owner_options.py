@@ -51,6 +51,19 @@ def _saved_with_foreign_keys(path: Path) -> None:
         checkpoint.save(path, model, optimizer)
 
 
+def _saved_with_closures(path: Path) -> None:
+    model, saved = trained("counting in group", 3, 1)
+    checkpoint.save(path, model, saved)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for use in (checkpoint.save, checkpoint.load):
+        with refused("LBFGS steps with a closure only", "torch.save", kind=UnsupportedError):
+            use(path, model, optimizer)
+
+
+def test_checkpoints_of_optimizers_that_want_closures_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, _saved_with_closures, tmp_path)
+
+
 def test_checkpoints_name_keys_that_are_no_parameters(tmp_path: Path) -> None:
     run_ranks(2, _saved_with_foreign_keys, tmp_path / "saved")
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.errors import UnsupportedError
-from zerofx.runtime.params import params_of
+from zerofx.runtime.params import asks_for_losses, params_of
 
 State = dict[str, Any]
 
@@ -69,6 +69,14 @@ def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
 
 
 def _of(model: nn.Module, optimizer: Optimizer) -> State:
+    name = type(optimizer).__name__
+    if asks_for_losses(type(optimizer)):
+        raise UnsupportedError(
+            f"{name} steps with a closure only, and torch.distributed.checkpoint makes the state "
+            "that it loads into by a step without one",
+            "save the model alone, and optimizer.state_dict() beside it with torch.save: its "
+            "vectors are whole on every rank",
+        )
     try:
         return {**get_optimizer_state_dict(model, optimizer)}
     except KeyError as error:
@@ -76,7 +84,7 @@ def _of(model: nn.Module, optimizer: Optimizer) -> State:
         if not foreign:
             raise
         raise UnsupportedError(
-            f"{type(optimizer).__name__} has state under keys that are no parameters, for which "
+            f"{name} has state under keys that are no parameters, for which "
             "torch.distributed.checkpoint has no names",
             "keep it in param_groups, or save the model alone and optimizer.state_dict() beside it",
             foreign,

@@ -29,7 +29,7 @@ from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import params_of
-from zerofx.sharding.old_handles import StaleParameter, cut_state, refuse_optimizers
+from zerofx.sharding.old_handles import StaleParameter, cut_state
 from zerofx.sharding.rows import cut
 from zerofx.torch_private import looked_up
 
@@ -93,12 +93,9 @@ def _checked(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], A
 def _check(optimizer: Optimizer) -> None:
     """Refuse what the optimizer is about to apply, if it would train wrongly."""
     params = params_of(optimizer)
-    if any(isinstance(param, DTensor) for param in params):
-        sharded = states_by_param()
-        if any(id(param) in sharded for param in params):
-            refuse_optimizers([optimizer])
-            if not isinstance(optimizer, OwnerOptimizer):
-                cut_state(optimizer, sharded, cut)
+    by_rows = not isinstance(optimizer, OwnerOptimizer)
+    if by_rows and any(isinstance(param, DTensor) for param in params):
+        cut_state(optimizer, states_by_param(), cut)
     for session in live_sessions():
         session.refuse_pending(params)
         session.handed_out.refuse_written()

@@ -20,7 +20,6 @@ from zerofx.runtime.parameter import KINDS, local_tensor, take_place
 from zerofx.torch_private import (
     answer_collectives,
     answer_operations,
-    clamp_whole,
     compute_pointwise,
     count_foreach_writes,
     find_extremes,
@@ -45,10 +44,8 @@ def _global_value(number: DTensor) -> Tensor:
         return number.full_tensor() if is_ours else local_tensor(number)
 
 
-# Clipping by hand, and skipping steps that overflow, ask for norms; timm's adaptive clipping clamps
-# them where they are.
+# Clipping by hand, and skipping steps that overflow, ask for norms.
 read_scalars_whole(_global_value)
-clamp_whole()
 find_extremes()
 reduce_all_rows()
 transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from zerofx.runtime.owner_probe import looks_at_others
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
 from zerofx.runtime.parameter import local_tensor
-from zerofx.runtime.params import ParamState, params_of
+from zerofx.runtime.params import ParamState, asks_for_losses, params_of
 from zerofx.runtime.session import Session
 
 
@@ -213,10 +212,8 @@ def _refuse_class(given: Any) -> None:
             f"OwnerOptimizer was given {name}, which makes no optimizer",
             "give it the class, and its options: OwnerOptimizer(params, torch.optim.Muon, lr=0.02)",
         )
-    step = getattr(given, "step", None)
-    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if asks_for_losses(given):
         raise ShardingError(
             f"OwnerOptimizer cannot run {name}: a step of it asks for losses of other parameters",
-            "use an optimizer whose step needs no closure",
+            f"use {name}(model.parameters()) itself, which keeps whole vectors on every rank",
         )

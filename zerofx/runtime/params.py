@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that an optimizer steps over, group by group."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def asks_for_losses(kind: Any) -> bool:
+    """Whether a class of optimizers, LBFGS among torch's, steps with a closure only."""
+    step = getattr(kind, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class ParamState:

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
+from torch.optim import Optimizer
 
-from zerofx.errors import StaleHandleError, UnsupportedError
+from zerofx.errors import StaleHandleError
 from zerofx.runtime.params import ParamState
 from zerofx.torch_private import storage_key
 
@@ -68,23 +68,8 @@ class Holders:
 
 
 def holders_of(params: list[nn.Parameter]) -> Holders:
-    """Whatever live thing holds any of `params`.
-
-    Raises:
-        UnsupportedError: one is an optimizer that cannot work on sharded parameters.
-    """
+    """Whatever live thing holds any of `params`."""
     wanted = {id(param) for param in params}
-    found = _holders(wanted)
-    if any(_needs_more(optimizer) for optimizer in found.optimizers):
-        # One that the user dropped already may live on in a reference cycle.
-        del found
-        gc.collect()
-        found = _holders(wanted)
-    refuse_optimizers(found.optimizers)
-    return found
-
-
-def _holders(wanted: set[int]) -> Holders:
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
     found = Holders([], [], [], [])
     for thing in gc.get_objects():
@@ -103,32 +88,6 @@ def _holders(wanted: set[int]) -> Holders:
     return found
 
 
-def refuse_optimizers(optimizers: list[Optimizer]) -> None:
-    """Refuse optimizers that need whole parameters, or write where torch cannot with `DTensor`s.
-
-    Raises:
-        UnsupportedError: names the class.
-    """
-    for optimizer in optimizers:
-        if what := _needs_more(optimizer):
-            raise UnsupportedError(
-                f"optimizer {what} does not work on sharded parameters",
-                "use SGD, Adam, AdamW, Adagrad, RMSprop or another optimizer that works "
-                "element by element. Those that need whole matrices run whole: "
-                "zerofx.OwnerOptimizer(params, Adafactor)",
-            )
-
-
-def _needs_more(optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS) or name == Adafactor.__name__:  # transformers has its own
-        return name
-    groups = optimizer.param_groups
-    if isinstance(optimizer, Rprop) and not all(group.get("capturable") for group in groups):
-        return f"{name}(capturable=False)"  # it writes through masks
-    return ""
-
-
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
     """Point `optimizer` at the sharded parameters; its state is sharded along."""
     for group in optimizer.param_groups:
@@ -136,10 +95,10 @@ def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None
     for old in [param for param in optimizer.state if id(param) in replaced]:
         _, state = replaced[id(old)]
         entries = optimizer.state.pop(old)
-        optimizer.state[state.param] = {
-            key: cut(value, state) if _lies_like(key, value, state) else value
-            for key, value in entries.items()
-        }
+        like = [key for key, value in entries.items() if _lies_like(key, value, state)]
+        entries.update((key, cut(entries[key], state)) for key in like)
+        # The same dict, which LBFGS holds while its closure shards the model.
+        optimizer.state[state.param] = entries
 
 
 def cut_state(optimizer: Optimizer, states: Mapping[int, ParamState], cut: Slice) -> None:

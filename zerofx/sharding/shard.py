@@ -59,7 +59,7 @@ def shard_model(
         The model's session.
 
     Raises:
-        UnsupportedError: the model, an optimizer or the process group is of a refused kind.
+        UnsupportedError: the model or the process group is of a refused kind.
         ShardingError: the model is sharded already, with other options.
         DivergedError: the ranks pass different models.
     """

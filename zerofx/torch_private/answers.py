@@ -11,7 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.torch_private.backwards import inside_graph
 from zerofx.torch_private.foreach import lies_as
-from zerofx.torch_private.handlers import HANDLERS, Handler, added_up, torchs_way
+from zerofx.torch_private.handlers import (
+    HANDLERS,
+    Handler,
+    add_up_in_place,
+    added_up,
+    torchs_way,
+)
 
 _UPDATES = (
     *("add_", "addcdiv_", "addcmul_", "copy_", "div_", "eq_", "ge_", "gt_", "le_", "lerp_"),
@@ -88,7 +94,11 @@ def _by_rule(
     try:
         return rule(op, args, kwargs)
     except RuntimeError as error:
-        found = whole(op, args, kwargs) if _lacks_a_rule(error) else NotImplemented
+        if not _lacks_a_rule(error):
+            raise
+        if op._schema.is_mutable and _is_ours(args[0]) and add_up_in_place(args[0]):
+            return rule(op, args, kwargs)
+        found = whole(op, args, kwargs)
         if found is NotImplemented:
             raise
         return found
@@ -128,7 +138,10 @@ def _only_writes(given: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
 
 def _lacks_a_rule(error: Exception) -> bool:
     """Whether torch refused an operation, on all ranks alike, before it began."""
-    said = ("Sharding propagation failed", "sharding strategy", "not supported with DTensor")
+    said = (
+        *("Sharding propagation failed", "sharding strategy", "not supported with DTensor"),
+        "require placement changes",
+    )
     return any(words in str(error) for words in said)
 
 
@@ -147,6 +160,9 @@ def _local(value: Any) -> Any:
 
 
 def _added_up(value: Any) -> Any:
-    # Those of other owners, of tensor parallelism say, are `DTensor`s and no more.
-    ours = isinstance(value, DTensor) and type(value) is not DTensor
-    return added_up(value) if ours else value
+    return added_up(value) if _is_ours(value) else value
+
+
+def _is_ours(value: Any) -> bool:
+    """Those of other owners, of tensor parallelism say, are `DTensor`s and no more."""
+    return isinstance(value, DTensor) and type(value) is not DTensor

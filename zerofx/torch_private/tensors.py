@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.torch_private.handlers import HANDLERS, added_up
+from zerofx.torch_private.handlers import HANDLERS
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
@@ -124,22 +124,6 @@ def stated_dtype(value: DTensor) -> torch.dtype:
     """
     meta = value._spec.tensor_meta
     return value.dtype if meta is None else meta.dtype
-
-
-def clamp_whole() -> None:
-    """Let `norm.clamp_(…)` mean the norm of the whole tensor, where torch refuses: of parts."""
-    for name in ("clamp_", "clamp_min_", "clamp_max_"):
-        HANDLERS[getattr(torch.ops.aten, name).default] = _clamp
-
-
-def _clamp(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    value: DTensor = args[0]
-    spec = value._spec
-    if any(how.is_partial() for how in spec.placements):
-        settled = added_up(value)
-        value._local_tensor, value._spec = settled._local_tensor, settled._spec
-    op(value._local_tensor, *args[1:], **kwargs)
-    return value
 
 
 def transpose_in_place(take_place: Callable[[Any, Any], None]) -> None:
