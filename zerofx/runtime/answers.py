@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import reading, sessions_on
-from zerofx.runtime.in_place import as_rows, everywhere, full, replicated
+from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, replicated
 from zerofx.runtime.parameter import Sharded, local_tensor
 from zerofx.torch_private import fake_mode_of, map_tensors, tensors_in, without_parts
 
@@ -46,15 +46,6 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "write it with copy_() under torch.no_grad(); parametrize modules (spectral_norm) "
             "before the model is sharded",
         )
-    if _writes_first(op) and isinstance(args[0], DTensor):
-        if not trains:
-            return _write_rows(op, args, kwargs)
-        raise UnsupportedError(
-            f"{op} writes what is computed from plain tensors to a sharded tensor, and gradients "
-            "are wanted",
-            "write `penalty = penalty + loss` instead of `penalty += loss`; or, if no gradients "
-            "are wanted, `with torch.no_grad():` around it",
-        )
     if trains and fake_mode_of(given):
         raise UnsupportedError(
             f"{op}, which Dynamo traces outside of the model, mixes sharded and plain tensors, and "
@@ -62,6 +53,9 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "compile the model, and not the loop around it; or take full values: "
             "param.full_tensor()",
         )
+    if _writes_first(op) and isinstance(args[0], DTensor):
+        refuse_own(op, *args, kwargs)
+        return _write_rows(op, args, kwargs)
     found = _of_full_values(op, args, kwargs)
     if trains and any(value.is_floating_point() for value in tensors_in(found)):
         _lay_out_gradients(sharded)

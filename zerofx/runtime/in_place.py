@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import reading
+from zerofx.torch_private import tensors_in, without_parts
 
 _RESHAPING = (
     *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
@@ -76,6 +78,7 @@ def _writes_whole(name: str) -> Callable[..., Any]:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
+        refuse_own(name, self, args, kwargs)
         operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
         return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
 
@@ -89,6 +92,7 @@ def _takes_full(name: str) -> Callable[..., Any]:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
+        refuse_own(name, self, args, kwargs)
         args = tuple(_like(self, each) for each in args)
         return plain(self, *args, **{key: _like(self, each) for key, each in kwargs.items()})
 
@@ -100,11 +104,42 @@ def _like(written: DTensor, operand: Any) -> Any:
     return as_rows(written, everywhere(written, operand)) if is_full else operand
 
 
+def refuse_own(what: Any, written: Tensor, *values: Any) -> None:
+    """Refuse to write a rank's own values to what gradients go through: the ranks share it.
+
+    Raises:
+        UnsupportedError: names `what` writes.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    found = [value for value in tensors_in(values) if value.is_floating_point()]
+    plain = [value for value in found if not isinstance(value, DTensor)]
+    if any(value.requires_grad for value in plain) or (
+        written.requires_grad and not all(_is_everywhere(written, value) for value in plain)
+    ):
+        raise UnsupportedError(
+            f"{what} writes what is computed from plain tensors to a sharded tensor, and gradients "
+            "are wanted",
+            "write `penalty = penalty + loss` instead of `penalty += loss`; or, if no gradients "
+            "are wanted, `with torch.no_grad():` around it",
+        )
+
+
+def _is_everywhere(like: Any, value: Tensor) -> bool:
+    """Whether all ranks have the same; they find it together."""
+    mesh, most = like.device_mesh, []
+    for each in (value, -value):
+        parts = [Partial("max")] * mesh.ndim
+        most.append(full(DTensor.from_local(each.to(like.device), mesh, parts, run_check=False)))
+    return torch.equal(most[0], -most[1])
+
+
 def write_whole(written: Any, write: Callable[[Tensor], Any]) -> Any:
     """Let `write` write to the full value, of which each rank then takes its rows."""
-    whole = full(written.detach())
+    # With autograd what a gather gives may not be written to.
+    whole = full(written).clone() if torch.is_grad_enabled() else full(written.detach())
     write(whole)
-    return written.copy_(whole)
+    return written.copy_(everywhere(written, whole))
 
 
 def full(value: Any) -> Any:
@@ -119,7 +154,7 @@ def full(value: Any) -> Any:
 
 def everywhere(like: DTensor, whole: Tensor) -> DTensor:
     """A full value that every rank has, on the mesh and device of another tensor."""
-    value = whole.detach().to(like.device)
+    value = whole.to(like.device)
     return DTensor.from_local(value, like.device_mesh, replicated(like), run_check=False)
 
 
@@ -128,9 +163,10 @@ def as_rows(like: DTensor, value: DTensor) -> DTensor:
 
     An operation does so itself, but for rows that are fewer than ranks: torch refuses it.
     """
-    if value.shape != like.shape or value.placements == like.placements:
+    rows = without_parts(like.placements)
+    if value.shape != like.shape or list(value.placements) == rows:
         return value
-    return value.redistribute(like.device_mesh, like.placements)
+    return value.redistribute(like.device_mesh, rows)
 
 
 def replicated(value: DTensor) -> list[Placement]:

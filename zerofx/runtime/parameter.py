@@ -19,7 +19,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
-from zerofx.runtime.in_place import as_rows, everywhere, full, write_whole
+from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, write_whole
 from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
     fake_mode_of,
@@ -60,6 +60,7 @@ class Sharded(DTensor):
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
+        refuse_own("copy_", self, other)
         value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
         return super().copy_(as_rows(self, value), non_blocking)
@@ -96,12 +97,13 @@ class Sharded(DTensor):
         if isinstance(found, tuple):
             parts = enumerate(cast(tuple[Tensor, ...], found))
             return tuple(self._seen(part, lambda whole, i=i: view(whole)[i]) for i, part in parts)
+        trains = found.requires_grad and torch.is_grad_enabled()
         # With autograd no view of a parameter may be written to, in torch as here.
-        if found.requires_grad and torch.is_grad_enabled():
+        if trains and self.is_leaf:
             return found
         if self._is_seen_by(found):
-            return _writable(found.detach(), Sharded)
-        copied = _writable(found.detach().clone(), Copied)
+            return _writable(found if trains else found.detach(), Sharded)
+        copied = _writable((found if trains else found.detach()).clone(), Copied)
         copied._whole, copied._view = self, view
         return copied
 
@@ -110,6 +112,7 @@ class Sharded(DTensor):
         return storage_key(local_tensor(view)) == storage_key(local_tensor(self))
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        refuse_own("an assignment to an index", self, value)
         write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
 
     def __format__(self, spec: str) -> str:
@@ -182,7 +185,7 @@ class Copied(Sharded):
         return False
 
     def _write_back(self) -> None:
-        rows = full(self.detach())
+        rows = full(self if torch.is_grad_enabled() else self.detach())
         write_whole(self._whole, lambda whole: self._view(whole).copy_(rows))
 
 
