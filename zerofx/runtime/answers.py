@@ -167,7 +167,8 @@ class _LaidOut:
         with reading(self._mesh):
             if isinstance(grad, DTensor):
                 return grad.redistribute(self._mesh, self._placements)
-            parts = [Partial()] * self._mesh.ndim
+            # Divided afterwards, a gradient of the mean would be divided twice.
+            parts = [Partial("avg")] * self._mesh.ndim
             dense = grad.to_dense() if grad.is_sparse else grad
             mine = DTensor.from_local(dense, self._mesh, parts, run_check=False)
-            return mine.redistribute(self._mesh, self._placements) / self._mesh.size()
+            return mine.redistribute(self._mesh, self._placements)
