@@ -131,7 +131,7 @@ def _is_everywhere(like: Any, value: Tensor) -> bool:
     for each in (value, -value):
         parts = [Partial("max")] * mesh.ndim
         most.append(full(DTensor.from_local(each.to(like.device), mesh, parts, run_check=False)))
-    return torch.equal(most[0], -most[1])
+    return torch.allclose(most[0], -most[1], rtol=0, atol=0, equal_nan=True)
 
 
 def write_whole(written: Any, write: Callable[[Tensor], Any]) -> Any:
