@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ def _lists(stage: int) -> None:
     optimizer, wanted = sgd(model), sgd(ddp)
     listed, named = list(model.parameters()), dict(model.named_parameters())
     keyed, held = {param: name for name, param in named.items()}, set(listed)
-    fixed = tuple(model.parameters())
+    pairs, groups = list(model.named_parameters()), [(param, 0.5) for param in listed]
+    ordered, fixed = OrderedDict(model.named_parameters()), tuple(model.parameters())
     run = compiled(model, stage)
     for number in range(2):
         run(*data(number)).backward()
@@ -48,6 +50,8 @@ def _lists(stage: int) -> None:
     same(model, ddp)
     for name, param in model.named_parameters():
         assert named[name] is param and keyed[param] == name and param in held
+        assert ordered[name] is param
+    assert pairs == list(named.items()) and groups == [(param, 0.5) for param in listed]
     assert list(keyed.values()) == list(named)
     for use in (
         lambda: fixed[0].grad,
@@ -64,6 +68,36 @@ def _lists(stage: int) -> None:
 def test_collections_follow_and_tuples_are_stale() -> None:
     for stage in (1, 3):
         run_ranks(2, _lists, stage)
+
+
+def _shown(stage: int) -> None:
+    """An average that takes what it averages from a `state_dict` of before (BigGAN)."""
+    ddp = twin(net())
+    models = [net(), ddp.module]
+    averages = [copy.deepcopy(model) for model in models]
+    sources = [model.state_dict() for model in models]
+    listed = [[param.data for param in model.parameters()] for model in models]
+    kept = copy.deepcopy(sources[0])
+    runs = [compiled(models[0], stage), ddp]
+    for source, average, model, run in zip(sources, averages, models, runs, strict=True):
+        optimizer = sgd(model)
+        for number in range(2):
+            run(*data(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, value in average.state_dict().items():
+                value.copy_(value * 0.5 + source[name] * 0.5)
+    same(*averages)
+    listed[0][0].mul_(2)
+    listed[1][0].mul_(2)
+    same(*models)
+    for name, param in net().named_parameters():
+        assert torch.equal(kept[name], param)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_shows_parameters_follows(stage: int) -> None:
+    run_ranks(2, _shown, stage)
 
 
 def _groups(model: nn.Module) -> Any:

@@ -227,6 +227,38 @@ class _Trainer:
 _globals: dict[str, Any] = {}
 
 
+class _Task(nn.Module):
+    """What timm trains: a model, beside what only looks at it."""
+
+    def __init__(self, model: nn.Module, run: Any, beside: nn.Module) -> None:
+        super().__init__()
+        self.trained, self.beside, self.model = run, beside, model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.trained(*args)
+
+
+def _beside(stage: int) -> None:
+    for frozen in (True, False):
+        model, ddp = net(), twin(net())
+        task = _Task(model, compiled(model, stage), net().requires_grad_(not frozen))
+        optimizer, wanted = sgd(model), sgd(ddp)
+        for run, steps in ((task, optimizer), (ddp, wanted)):
+            train(run, steps)
+        same(model, ddp)
+        assert sharded(model) and not sharded(task.beside)
+    wider = _Task(other := net(), compiled(other, stage), net())
+    for build in (lambda _: None, sgd):
+        optimizer = build(wider)
+        with refused("_Task, which owns more", "zerofx.shard", kind=ShardingError):
+            wider(*data(0))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_models_beside_the_compiled_one_that_do_not_train(stage: int) -> None:
+    run_ranks(2, _beside, stage)
+
+
 def _global_step(x: Tensor, y: Tensor) -> Tensor:
     return _globals["run"](x, y)
 

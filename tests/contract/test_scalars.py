@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,3 +130,33 @@ def _one_row(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_extremes_of_what_some_ranks_have_nothing_of(stage: int) -> None:
     run_ranks(2, _one_row, stage)
+
+
+ARRAYS: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda value: value.numpy(),
+    "of a copy": lambda value: value.cpu().numpy(),
+    "forced": lambda value: value.numpy(force=True),
+    "asarray": np.asarray,
+    "of norms": lambda value: torch.stack([value.norm(), value.sum()]).numpy(),
+    "tolist": lambda value: np.array(value.tolist()),
+}
+
+
+def _arrays(stage: int) -> None:
+    model, ddp = net(), twin(net())
+    for run in (compiled(model, stage), ddp):
+        run(*data(0)).backward()
+    pairs: list[tuple[Any, Any]] = list(zip(model.parameters(), ddp.parameters(), strict=True))
+    for mine, plain in pairs:
+        for name, read in ARRAYS.items():
+            for one, other in ((mine.detach(), plain.detach()), (mine.grad, plain.grad)):
+                np.testing.assert_allclose(read(one), read(other), 1e-5, err_msg=name)
+        with pytest.raises(ValueError, match="read-only"):
+            mine.detach().numpy()[...] = 0
+        with pytest.raises(RuntimeError, match="requires grad"):
+            mine.numpy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_arrays_are_of_the_whole(stage: int) -> None:
+    run_ranks(2, _arrays, stage)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
@@ -50,12 +51,14 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
             _REMEDY,
             [f"a parameter of shape {tuple(param.shape)}" for param in plain],
         )
+    compiled = compiled or _compiled_module(frames)
+    if compiled is not None:
+        owners = [module for module in owners if not _trains_no_more(module, compiled)] or owners
     outer = owners[-1]
     # A wrapper around the compiled model owns just the same parameters: the model is the root. It
     # is not if more than the model holds one of them, as a tied head does.
     places = _places(outer)
     root = next(module for module in owners if _places(module) == places)
-    compiled = compiled or _compiled_module(frames)
     if compiled is not None and _owned(compiled) != _owned(outer):
         raise ShardingError(
             f"{type(compiled).__name__} is compiled while {type(outer).__name__}, which owns more "
@@ -174,6 +177,26 @@ def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module
 
 def _owned(module: nn.Module) -> set[int]:
     return {id(param) for param in module.parameters()}
+
+
+def _trains_no_more(module: nn.Module, compiled: nn.Module) -> bool:
+    """Whether a module owns parameters beside those of the compiled model that do not train.
+
+    A task of timm holds an average of the model, and a distillation a teacher: each rank has them
+    whole, as beside DistributedDataParallel. They are frozen, or the optimizers that are there
+    leave them out; the guard of optimizers' steps finds whatever takes them in later.
+    """
+    owned = _owned(compiled)
+    added = {id(param): param for param in module.parameters() if id(param) not in owned}
+    stepped = _stepped_over() if any(param.requires_grad for param in added.values()) else set()
+    left_out = bool(stepped & owned) and not stepped & added.keys()
+    return bool(added) and (left_out or not any(p.requires_grad for p in added.values()))
+
+
+def _stepped_over() -> set[int]:
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    groups = [group for each in optimizers for group in vars(each).get("param_groups", ())]
+    return {id(param) for group in groups for param in group["params"]}
 
 
 def _places(module: nn.Module) -> set[tuple[int, str]]:

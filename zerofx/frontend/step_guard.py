@@ -29,8 +29,9 @@ from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import params_of
-from zerofx.sharding.old_handles import StaleParameter, cut_state
+from zerofx.sharding.old_handles import cut_state
 from zerofx.sharding.rows import cut
+from zerofx.sharding.stale import StaleParameter
 from zerofx.torch_private import looked_up
 
 _REDUCED = "_zerofx_reduced_by_wrapper"

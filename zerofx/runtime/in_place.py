@@ -172,3 +172,9 @@ def as_rows(like: DTensor, value: DTensor) -> DTensor:
 def replicated(value: DTensor) -> list[Placement]:
     """Placements under which every rank has all of it."""
     return [Replicate()] * value.device_mesh.ndim
+
+
+def is_basic(index: Any) -> bool:
+    """Whether torch gives a view for what is found at `index`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)

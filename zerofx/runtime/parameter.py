@@ -85,7 +85,7 @@ class Sharded(DTensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         found = super().__getitem__(index)
-        return self._seen(found, lambda whole: whole[index]) if _is_basic(index) else found
+        return self._seen(found, lambda whole: whole[index]) if in_place.is_basic(index) else found
 
     def _seen(self, found: Any, view: Callable[[Tensor], Any]) -> Any:
         """What torch gives for a view, such that writes to it are writes to this.
@@ -114,6 +114,16 @@ class Sharded(DTensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         refuse_own("an assignment to an index", self, value)
         write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole, on every rank; read-only, as what is written to an array would be lost."""
+        array = full(self).numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def tolist(self) -> Any:
+        """The numbers of the whole, on every rank."""
+        return full(self.detach()).tolist()
 
     def __format__(self, spec: str) -> str:
         # `f"{norm:.3f}"` of what clipping returns, as of a plain tensor's number.
@@ -284,9 +294,3 @@ def take_place(param: Any, made: Any) -> None:
     """Let a `DTensor` lie where `made` does, and as it does: the object stays the same."""
     _DATA.__set__(param, made)
     param._local_tensor, param._spec = made._local_tensor, made._spec
-
-
-def _is_basic(index: Any) -> bool:
-    """Whether torch gives a view for it."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)

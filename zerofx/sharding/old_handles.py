@@ -1,14 +1,16 @@
 """What held the old parameters when a model was sharded: optimizers, lists, hooks, variables.
 
-Optimizers, and lists, sets and dicts of parameters, are edited in place. Every other old handle
-becomes a `StaleParameter`: using it raises and names the parameter, so that nothing is lost in
-silence.
+Optimizers, and lists, sets and dicts of parameters, are edited in place, lists of tuples such as
+`list(model.named_parameters())` and values of `model.state_dict()` too. Every other old handle
+becomes a `StaleParameter` (`stale`): using it raises and names the parameter, so that nothing is
+lost in silence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -16,45 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerofx.errors import StaleHandleError
 from zerofx.runtime.params import ParamState
+from zerofx.sharding.stale import Replaced
 from zerofx.torch_private import storage_key
-
-Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
-"""Old parameter and its new state, by the old one's `id`."""
 
 Slice = Callable[[Tensor, ParamState], Tensor]
 """Cuts this rank's part out of a full value that lies as the parameter does."""
-
-
-class StaleParameter(nn.Parameter):
-    """A parameter object from before its model was sharded; any use of it raises."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse whatever is done with the handle.
-
-        Raises:
-            StaleHandleError: always.
-        """
-        names = [
-            arg.__dict__.get("_zerofx_name", "?") for arg in args if isinstance(arg, StaleParameter)
-        ]
-        raise StaleHandleError(
-            "a parameter object, or a view of one, from before zerofx sharded the model is used "
-            "after it",
-            "take it again from model.parameters(), or shard before: "
-            "zerofx.shard(model, ZeroConfig(stage=…)); compute views of parameters in forward",
-            names,
-        )
-
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"StaleParameter({self.__dict__.get('_zerofx_name', '?')!r})"
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,20 +37,24 @@ class Holders:
 
 
 def holders_of(params: list[nn.Parameter]) -> Holders:
-    """Whatever live thing holds any of `params`."""
-    wanted = {id(param) for param in params}
+    """Whatever live thing holds any of `params`, or shows their memory."""
+    wanted, places = {id(param) for param in params}, {storage_key(param) for param in params}
+
+    def is_old(part: Any) -> bool:
+        return id(part) in wanted or (_is_plain(part) and storage_key(part) in places)
+
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
     found = Holders([], [], [], [])
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
-        if kind is list and thing and issubclass(type(thing[0]), Tensor):
-            if any(id(item) in wanted for item in thing):
+        if kind is list and thing and any(map(_is_tensor, _parts(thing[0]))):
+            if any(is_old(part) for item in thing for part in _parts(item)):
                 found.lists.append(thing)
         elif kind is set and issubclass(type(next(iter(thing), None)), Tensor):
             if any(id(item) in wanted for item in list(thing)):
                 found.sets.append(thing)
-        elif kind is dict and any(map(_is_tensor, next(iter(thing.items()), ()))):
-            if any(id(part) in wanted for item in list(thing.items()) for part in item):
+        elif kind in (dict, OrderedDict) and any(map(_is_tensor, next(iter(thing.items()), ()))):
+            if any(is_old(part) for item in list(thing.items()) for part in item):
                 found.dicts.append(thing)
         elif issubclass(kind, Optimizer) and _holds(thing, wanted):
             found.optimizers.append(thing)
@@ -90,8 +63,9 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
     """Point `optimizer` at the sharded parameters; its state is sharded along."""
+    new = _Renewal(replaced)
     for group in optimizer.param_groups:
-        group["params"][:] = [_new(param, replaced) for param in group["params"]]
+        group["params"][:] = [new(param) for param in group["params"]]
     for old in [param for param in optimizer.state if id(param) in replaced]:
         _, state = replaced[id(old)]
         entries = optimizer.state.pop(old)
@@ -136,75 +110,27 @@ def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def move_collections(holders: Holders, replaced: Replaced) -> None:
-    """Put the new parameters into collections that hold, or are keyed by, nothing but tensors."""
+    """Put the new parameters into collections that hold, or are keyed by, nothing but tensors.
+
+    Lists may hold tuples, which are exchanged. What shows an old parameter's memory, as values of
+    `model.state_dict()` do, shows the new one's.
+    """
+    new = _Renewal(replaced)
     for each in holders.lists:
-        if _all_tensors(each):
-            each[:] = [_new(item, replaced) for item in each]
+        if all(_is_tensor(item) or type(item) is tuple for item in each):
+            each[:] = [_renewed(item, new) for item in each]
     for each in holders.sets:
         if _all_tensors(each):
-            items = [_new(item, replaced) for item in each]
+            items = [new(item) for item in each]
             each.clear()
             each.update(items)
     for each in holders.dicts:
         if _all_tensors(each.values()):
-            each.update({key: _new(item, replaced) for key, item in each.items()})
+            each.update({key: new(item) for key, item in each.items()})
         if _all_tensors(each):
-            items = [(_new(key, replaced), item) for key, item in each.items()]
+            items = [(new(key), item) for key, item in each.items()]
             each.clear()
             each.update(items)
-
-
-class StaleView(StaleParameter):
-    """An attribute that was a view of a parameter. Copies of the model bring it along."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StaleView:
-        return _stale_view(vars(self)["_zerofx_name"])
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _stale_view, (vars(self)["_zerofx_name"],)
-
-
-def make_views_stale(model: nn.Module, replaced: Replaced) -> None:
-    """Let use of attributes raise that view old parameters: they would keep the first values.
-
-    Those that are assigned anew before they are read, as by old-style `spectral_norm`, are none.
-    """
-    names = {storage_key(old): state.spec.name for old, state in replaced.values()}
-    for path, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            where = f"{path}.{attribute}" if path else attribute
-            if isinstance(value, Tensor):
-                vars(module)[attribute] = _stale_if_view(value, names, where)
-            elif type(value) is list:
-                value[:] = [_stale_if_view(each, names, where) for each in value]
-            elif type(value) is dict and attribute not in _OF_TORCH:
-                value.update((k, _stale_if_view(v, names, where)) for k, v in value.items())
-
-
-_OF_TORCH = ("_parameters", "_buffers", "_modules")
-
-
-def _stale_if_view(value: Any, names: Mapping[Any, str], where: str) -> Any:
-    if type(value) is not Tensor or value.layout is not torch.strided:
-        return value
-    name = names.get(storage_key(value))
-    return value if name is None else _stale_view(f"{where}, a view of {name}")
-
-
-def _stale_view(name: str) -> StaleView:
-    stale = nn.Parameter(torch.empty(0), requires_grad=False)
-    vars(stale)["_zerofx_name"] = name
-    stale.__class__ = StaleView
-    return cast(StaleView, stale)
-
-
-def make_stale(old: nn.Parameter, name: str) -> None:
-    """Free the full value and make any further use of `old` an error."""
-    old.grad = None
-    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
-    vars(old).clear()
-    vars(old)["_zerofx_name"] = name
-    old.__class__ = StaleParameter
 
 
 def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
@@ -220,9 +146,37 @@ def _is_tensor(thing: Any) -> bool:
     return issubclass(type(thing), Tensor)  # asked of the class: `isinstance` would run proxies
 
 
-def _new(item: Any, replaced: Replaced) -> Any:
-    entry = replaced.get(id(item))
-    return item if entry is None else entry[1].param
+def _is_plain(thing: Any) -> bool:
+    return type(thing) is Tensor and thing.layout is torch.strided
+
+
+def _place(value: Tensor) -> Any:
+    """Which part of which memory a tensor shows, and how."""
+    return (storage_key(value), value.storage_offset(), value.shape, value.stride(), value.dtype)
+
+
+class _Renewal:
+    """Gives a new parameter for an old one, and its `data` for a tensor in the old one's memory."""
+
+    def __init__(self, replaced: Replaced) -> None:
+        self._by_id = {key: state.param for key, (_, state) in replaced.items()}
+        self._by_place = {_place(old): state.param for old, state in replaced.values()}
+
+    def __call__(self, item: Any) -> Any:
+        if (param := self._by_id.get(id(item))) is not None:
+            return param
+        shown = self._by_place.get(_place(item)) if _is_plain(item) else None
+        return item if shown is None else shown.data
+
+
+def _parts(item: Any) -> tuple[Any, ...]:
+    return cast(tuple[Any, ...], item) if type(item) is tuple else (item,)
+
+
+def _renewed(item: Any, new: _Renewal) -> Any:
+    """A tensor, or a tuple, with new parameters for old ones."""
+    parts = tuple(map(new, _parts(item)))
+    return parts if type(item) is tuple else parts[0]
 
 
 def _whole(entries: Mapping[str, Any], state: ParamState) -> list[str]:

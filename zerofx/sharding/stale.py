@@ -1,0 +1,99 @@
+"""Old handles that cannot follow: they become `StaleParameter`s, whose use raises by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from zerofx.errors import StaleHandleError
+from zerofx.runtime.params import ParamState
+from zerofx.torch_private import storage_key
+
+Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
+"""Old parameter and its new state, by the old one's `id`."""
+
+
+class StaleParameter(nn.Parameter):
+    """A parameter object from before its model was sharded; any use of it raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse whatever is done with the handle.
+
+        Raises:
+            StaleHandleError: always.
+        """
+        names = [
+            arg.__dict__.get("_zerofx_name", "?") for arg in args if isinstance(arg, StaleParameter)
+        ]
+        raise StaleHandleError(
+            "a parameter object, or a view of one, from before zerofx sharded the model is used "
+            "after it",
+            "take it again from model.parameters(), or shard before: "
+            "zerofx.shard(model, ZeroConfig(stage=…)); compute views of parameters in forward",
+            names,
+        )
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"StaleParameter({self.__dict__.get('_zerofx_name', '?')!r})"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class StaleView(StaleParameter):
+    """An attribute that was a view of a parameter. Copies of the model bring it along."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaleView:
+        return _stale_view(vars(self)["_zerofx_name"])
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _stale_view, (vars(self)["_zerofx_name"],)
+
+
+def make_views_stale(model: nn.Module, replaced: Replaced) -> None:
+    """Let use of attributes raise that view old parameters: they would keep the first values.
+
+    Those that are assigned anew before they are read, as by old-style `spectral_norm`, are none.
+    """
+    names = {storage_key(old): state.spec.name for old, state in replaced.values()}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            where = f"{path}.{attribute}" if path else attribute
+            if isinstance(value, Tensor):
+                vars(module)[attribute] = _stale_if_view(value, names, where)
+            elif type(value) is list:
+                value[:] = [_stale_if_view(each, names, where) for each in value]
+            elif type(value) is dict and attribute not in _OF_TORCH:
+                value.update((k, _stale_if_view(v, names, where)) for k, v in value.items())
+
+
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
+
+
+def _stale_if_view(value: Any, names: Mapping[Any, str], where: str) -> Any:
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return value
+    name = names.get(storage_key(value))
+    return value if name is None else _stale_view(f"{where}, a view of {name}")
+
+
+def _stale_view(name: str) -> StaleView:
+    stale = nn.Parameter(torch.empty(0), requires_grad=False)
+    vars(stale)["_zerofx_name"] = name
+    stale.__class__ = StaleView
+    return cast(StaleView, stale)
+
+
+def make_stale(old: nn.Parameter, name: str) -> None:
+    """Free the full value and make any further use of `old` an error."""
+    old.grad = None
+    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    vars(old).clear()
+    vars(old)["_zerofx_name"] = name
+    old.__class__ = StaleParameter
