@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
@@ -14,6 +17,7 @@ from tests.contract.loops import (
     FAST,
     STAGES,
     Net,
+    close,
     compiled,
     config,
     data,
@@ -179,6 +183,66 @@ def _assigned_in_eager() -> None:
 
 def test_a_parameter_assigned_later_in_eager_code_is_caught_at_the_step() -> None:
     run_ranks(2, _assigned_in_eager)
+
+
+class _Agent(nn.Module):
+    """What a loop of reinforcement learning trains: it calls methods, and never `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(7, 5), nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def act(self, seen: Tensor) -> Tensor:
+        return self.actor(seen) * self.scale.exp()
+
+    def value(self, seen: Tensor) -> Tensor:
+        return self.critic(seen)
+
+
+def _mean(grad: Tensor) -> Tensor:
+    dist.all_reduce(grad := grad.clone())
+    return grad / dist.get_world_size()
+
+
+def _trained_by_methods(agent: Any, parameters: Any, trusted: bool = False) -> list[float]:
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+    if trusted:
+        zerofx.trust(optimizer)
+    for step in range(3):
+        seen = data(step)[0]
+        loss = agent.act(seen).square().mean() + (agent.value(seen) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _by_methods() -> None:
+    torch.manual_seed(0)
+    model = _Agent()
+    run = torch.compile(copy.deepcopy(model), backend="zero3", options=FAST)
+    with refused("methods", "zerofx.shard", kind=UnreducedGradientError):
+        _trained_by_methods(run, run.parameters())
+    whole = copy.deepcopy(model)
+    for param in whole.parameters():
+        param.register_hook(_mean)
+    want = _trained_by_methods(whole, whole.parameters(), trusted=True)
+    eager, partly = copy.deepcopy(model), copy.deepcopy(model)
+    for each in (eager, partly):
+        zerofx.shard(each, config(3))
+    act = torch.compile(partly.act, backend="zero3", options=FAST)
+    for agent in (eager, SimpleNamespace(act=act, value=partly.value)):
+        of = eager if agent is eager else partly
+        got = _trained_by_methods(agent, of.parameters())
+        close(torch.tensor(got), torch.tensor(want), "losses", rtol=1e-6)
+        for ours, theirs in zip(of.parameters(), whole.parameters(), strict=True):
+            close(full(ours), theirs, "parameters", rtol=1e-6)
+
+
+def test_methods_that_are_not_forward() -> None:
+    run_ranks(2, _by_methods)
 
 
 class _Counting(Net):

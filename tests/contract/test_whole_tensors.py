@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.utils import prune
 import zerofx
 from tests.contract.loops import close, compiled, config, data, full, net, same, sgd, train, twin
 from tests.ranks import run_ranks
+from zerofx.errors import UnsupportedError
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": lambda w: torch.quantile(w.abs(), 0.4),
@@ -120,6 +122,55 @@ def _masks() -> None:
 
 def test_edits_of_what_is_computed() -> None:
     run_ranks(2, _masks)
+
+
+REDUCED: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda w: w.norm(),
+    "norm of magnitudes": lambda w: w.norm(1),
+    "mean": lambda w: w.square().mean(),
+    "largest": lambda w: w.max(),
+    "product": lambda w: w.prod(),
+    "sums of columns": lambda w: w.abs().sum(0),
+    "norms of columns": lambda w: w.norm(dim=0),
+    "product of matrices": lambda w: w.t() @ w,
+}
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "clamp_": lambda m: m.clamp_(min=0.5),
+    "sqrt_": lambda m: m.abs_().sqrt_(),
+    "div_": lambda m: m.div_(3),
+    "add": lambda m: m.__iadd__(1e-3),
+    "power": lambda m: m.pow_(2).add_(m),
+    "fill_": lambda m: m.fill_(3),
+    "filled view": lambda m: m.view(-1)[0].fill_(2),
+    "mask": lambda m: m.masked_fill_(m > 1, 0),
+    "by number": lambda m: m.index_fill_(0, torch.tensor([0]), 9),
+    "out": lambda m: torch.mul(m, m, out=m),
+    "foreach": lambda m: torch._foreach_add_([m], 1.0),
+    "foreach with a number": lambda m: torch._foreach_maximum_([m], 0.3),
+    "copied": lambda m: m.copy_(torch.arange(m.numel()).view(m.shape)),
+    "drawn": lambda m: m.uniform_(),
+}
+
+
+def _reduced() -> None:
+    """Ranks have parts of what a reduction gives, and have parts of it after a write."""
+    weight = net().double().first.weight.detach()
+    model = net().double()
+    zerofx.shard(model, config(3))
+    for name, reduce in REDUCED.items():
+        for kind, write in WRITES.items():
+            with torch.no_grad():
+                ours, theirs = reduce(model.first.weight), reduce(weight)
+                for made in (ours, theirs):
+                    torch.manual_seed(0)
+                    write(made)
+                close(full(ours), theirs, f"{name}: {kind}", 1e-12)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="negative numbers to a norm"):
+        model.first.weight.norm().neg_()
+
+
+def test_writes_to_what_ranks_reduce() -> None:
+    run_ranks(2, _reduced)
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

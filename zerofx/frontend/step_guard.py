@@ -157,8 +157,9 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
             "were not sharded (Dynamo skipped the code that reads them, as it does with "
             "nn.Sequential and the like under model.compile(); the stage was left open, "
             'backend="zero", and a forward calls nn.LSTM or breaks its graph in a loop; Dynamo ran '
-            "into its recompile limit; a part of the model was compiled alone; or a function that "
-            "another torch.compile compiles calls the model)",
+            "into its recompile limit; a part of the model was compiled alone; the loop calls "
+            "methods of the model that are not its forward, which torch.compile leaves alone; or a "
+            "function that another torch.compile compiles calls the model)",
             # Where a model is sharded already, this is more likely another one.
             f"{others}; {ours}" if live_sessions() else f"{ours}; {others}",
             names_of(suspects, modules) or [f"{len(suspects)} parameters that no module owns"],

@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import reading, sessions_on
-from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, replicated
+from zerofx.runtime.in_place import (
+    as_rows,
+    everywhere,
+    full,
+    refuse_own,
+    replicated,
+    write_parts,
+)
 from zerofx.runtime.parameter import Sharded, local_tensor
 from zerofx.torch_private import fake_mode_of, map_tensors, tensors_in, without_parts
 
@@ -128,12 +135,15 @@ def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if whole.shape != written.shape:
         return NotImplemented
     lay_out = _of_first_rank if draws else everywhere
-    return written.copy_(as_rows(written, lay_out(written, whole)))
+    value = lay_out(written, whole)
+    if any(how.is_partial() for how in written.placements):
+        return write_parts(op, written, value)
+    return written.copy_(as_rows(written, value))
 
 
 def _of_first_rank(like: DTensor, whole: Tensor) -> DTensor:
     """`whole` as rank 0 has it, in rows as those of `like` where it has its shape."""
-    rows = like.placements if whole.shape == like.shape else replicated(like)
+    rows = without_parts(like.placements) if whole.shape == like.shape else replicated(like)
     return distribute_tensor(whole, like.device_mesh, rows)
 
 

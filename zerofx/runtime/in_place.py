@@ -159,7 +159,7 @@ def everywhere(like: DTensor, whole: Tensor) -> DTensor:
 
 
 def as_rows(like: DTensor, value: DTensor) -> DTensor:
-    """`value` in rows as those of `like`, if it has its shape.
+    """`value` in rows as those of `like`, if it has its shape; whole where ranks reduce `like`.
 
     An operation does so itself, but for rows that are fewer than ranks: torch refuses it.
     """
@@ -167,6 +167,30 @@ def as_rows(like: DTensor, value: DTensor) -> DTensor:
     if value.shape != like.shape or list(value.placements) == rows:
         return value
     return value.redistribute(like.device_mesh, rows)
+
+
+def write_parts(op: Any, written: DTensor, whole: DTensor) -> DTensor:
+    """Write a whole to a tensor that ranks have to reduce: of their new parts they make it again.
+
+    It keeps its placements, as views of it do.
+
+    Raises:
+        UnsupportedError: numbers that no norm of parts can be.
+    """
+    mesh, placements = written.device_mesh, written.placements
+    part = whole.redistribute(mesh, without_parts(placements)).to_local()
+    for axis, how in enumerate(placements):
+        if not isinstance(how, Partial) or how.reduce_op not in ("sum", "product"):
+            continue  # of equal numbers their mean, the largest and the smallest are as they are
+        if type(how) is not Partial and bool((whole.to_local() < 0).any()):
+            raise UnsupportedError(
+                f"{op} writes negative numbers to a norm of a sharded tensor",
+                "write `norm = norm.log()` instead of `norm.log_()`, and so for other operations",
+            )
+        if mesh.get_local_rank(axis):
+            part = torch.zeros_like(part) if how.reduce_op == "sum" else torch.ones_like(part)
+    written._local_tensor.copy_(part)
+    return written
 
 
 def replicated(value: DTensor) -> list[Placement]:

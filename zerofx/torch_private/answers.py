@@ -11,13 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.torch_private.backwards import inside_graph
 from zerofx.torch_private.foreach import lies_as
-from zerofx.torch_private.handlers import (
-    HANDLERS,
-    Handler,
-    add_up_in_place,
-    added_up,
-    torchs_way,
-)
+from zerofx.torch_private.handlers import HANDLERS, Handler, added_up, torchs_way
 
 _UPDATES = (
     *("add_", "addcdiv_", "addcmul_", "copy_", "div_", "eq_", "ge_", "gt_", "le_", "lerp_"),
@@ -63,6 +57,7 @@ def _answering(
     dispatcher, writes = DTensor._op_dispatcher, op._schema.is_mutable
     updates = op._schema.name.removeprefix("aten::") in _UPDATES
     draws = torch.Tag.nondeterministic_seeded in op.tags
+    fills = op._schema.name == "aten::fill_"
 
     def answer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if updates and _writes_in_place(args):
@@ -78,7 +73,9 @@ def _answering(
             elif not writes:
                 # A number of this rank's own may not scale its part of a sum alone.
                 args = tuple(map(_added_up, args))
-        if found is NotImplemented and (draws or _only_writes(given, kwargs)):
+        if found is NotImplemented and (
+            draws or _only_writes(given, kwargs) or (fills and _has_parts(args[0]))
+        ):
             found = whole(op, args, kwargs)
         if found is NotImplemented:
             found = _by_rule(op, args, kwargs, otherwise, whole)
@@ -94,11 +91,7 @@ def _by_rule(
     try:
         return rule(op, args, kwargs)
     except RuntimeError as error:
-        if not _lacks_a_rule(error):
-            raise
-        if op._schema.is_mutable and _is_ours(args[0]) and add_up_in_place(args[0]):
-            return rule(op, args, kwargs)
-        found = whole(op, args, kwargs)
+        found = whole(op, args, kwargs) if _lacks_a_rule(error) else NotImplemented
         if found is NotImplemented:
             raise
         return found
@@ -136,6 +129,11 @@ def _only_writes(given: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
     return len(given) == 1 and kwargs.get("out") is given[0]
 
 
+def _has_parts(value: Any) -> bool:
+    """Whether ranks have to reduce a value: torch fills the part of each with what is for all."""
+    return isinstance(value, DTensor) and any(how.is_partial() for how in value.placements)
+
+
 def _lacks_a_rule(error: Exception) -> bool:
     """Whether torch refused an operation, on all ranks alike, before it began."""
     said = (
@@ -150,7 +148,7 @@ def _writes_in_place(args: tuple[Any, ...]) -> bool:
     written = args[0]
     return (
         isinstance(written, DTensor)
-        and not any(how.is_partial() for how in written._spec.placements)
+        and not _has_parts(written)
         and all(lies_as(written, other) for other in args[1:])
     )
 
@@ -160,9 +158,6 @@ def _local(value: Any) -> Any:
 
 
 def _added_up(value: Any) -> Any:
-    return added_up(value) if _is_ours(value) else value
-
-
-def _is_ours(value: Any) -> bool:
-    """Those of other owners, of tensor parallelism say, are `DTensor`s and no more."""
-    return isinstance(value, DTensor) and type(value) is not DTensor
+    # Those of other owners, of tensor parallelism say, are `DTensor`s and no more.
+    ours = isinstance(value, DTensor) and type(value) is not DTensor
+    return added_up(value) if ours else value

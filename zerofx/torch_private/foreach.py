@@ -13,6 +13,12 @@ from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 
 from zerofx.torch_private.handlers import HANDLERS
 
+_BOUNDS = {
+    **{"maximum": "clamp_min", "maximum_": "clamp_min_"},
+    **{"minimum": "clamp_max", "minimum_": "clamp_max_"},
+}
+"""Functions that take numbers for lists, and tensors alone for one, by those that take both."""
+
 
 def count_foreach_writes(cleared: Callable[[Tensor], None]) -> None:
     """Let functions that write in place raise version counters, as those of one tensor do.
@@ -70,7 +76,8 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     if _lie_alike(args):
         made = op(*map(_local, args), **kwargs)
         return [_laid_out(one, value) for one, value in zip(given, made, strict=True)]
-    function = getattr(torch, op._schema.name.removeprefix("aten::_foreach_"))
+    name: str = op._schema.name.removeprefix("aten::_foreach_")
+    function = getattr(torch, _BOUNDS.get(name, name))
     rows = ([_at(place, arg) for arg in args] for place in range(len(given)))
     return [function(*row, **kwargs) for row in rows]
 
@@ -114,11 +121,7 @@ def _laid_as(param: Tensor, grad: Tensor) -> Tensor:
 def _write_one(name: str, tensor: Tensor, operands: list[Any], kwargs: dict[str, Any]) -> None:
     if name in ("addcmul_", "addcdiv_") and len(operands) > 2:
         kwargs, operands = {"value": operands[2]}, operands[:2]
-    method = getattr(tensor, name, None)
-    if method is not None:
-        method(*operands, **kwargs)
-    else:  # `maximum_` and `minimum_` are none
-        tensor.copy_(getattr(torch, name[:-1])(tensor, *operands, **kwargs))
+    getattr(tensor, _BOUNDS.get(name, name))(*operands, **kwargs)
 
 
 def _at(place: int, operand: Any) -> Any:

@@ -31,12 +31,3 @@ def without_parts(placements: Sequence[Placement]) -> list[Placement]:
 def added_up(value: DTensor) -> DTensor:
     """`value`, of which no rank has only its contribution."""
     return value.redistribute(value.device_mesh, without_parts(value.placements))
-
-
-def add_up_in_place(value: DTensor) -> bool:
-    """Let no rank have only its contribution to `value`; whether one had."""
-    if not any(how.is_partial() for how in value._spec.placements):
-        return False
-    settled = added_up(value)
-    value._local_tensor, value._spec = settled._local_tensor, settled._spec
-    return True
