@@ -100,6 +100,24 @@ def test_what_shows_parameters_follows(stage: int) -> None:
     run_ranks(2, _shown, stage)
 
 
+def _views() -> None:
+    """They would keep the first values, which the same program of plain tensors does not."""
+    model = net()
+    weight = model.first.weight
+    variable, turned, row = weight.data, weight.t(), weight.detach()[0]
+    several, mixed = (weight.data, weight.data), {"step": 0, "weight": weight.data}
+    other = weight.data.clone()
+    compiled(model, 3)(*data(0))
+    for view in (variable, turned, row, several[1], mixed["weight"]):
+        with refused("a view of first.weight", "before zerofx sharded", kind=StaleHandleError):
+            print(view.sum())
+    assert torch.equal(full(model.first.weight), other)
+
+
+def test_other_views_of_before_raise() -> None:
+    run_ranks(2, _views)
+
+
 def _groups(model: nn.Module) -> Any:
     inner: Any = model.module if hasattr(model, "module") else model
     optimizer = torch.optim.SGD(inner.first.parameters(), lr=0.1)

@@ -40,19 +40,13 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Gradients of what is sharded are means over ranks, as those of a forward.
 
     Raises:
-        UnsupportedError: it writes to a sharded tensor what has a gradient, or by `out=`; or it is
-            traced, and gradients are wanted.
+        UnsupportedError: it writes to a sharded tensor what has a gradient; or it is traced, and
+            gradients are wanted.
     """
     sharded, given = ours_in((args, kwargs)), tensors_in((args, kwargs))
     if not sharded:
         return NotImplemented
     trains = torch.is_grad_enabled() and any(value.requires_grad for value in given)
-    if isinstance(kwargs.get("out"), DTensor):
-        raise UnsupportedError(
-            f"{op} writes what is computed from plain tensors to a sharded tensor, by out=",
-            "write it with copy_() under torch.no_grad(); parametrize modules (spectral_norm) "
-            "before the model is sharded",
-        )
     if trains and fake_mode_of(given):
         raise UnsupportedError(
             f"{op}, which Dynamo traces outside of the model, mixes sharded and plain tensors, and "
@@ -60,8 +54,9 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "compile the model, and not the loop around it; or take full values: "
             "param.full_tensor()",
         )
-    if _writes_first(op) and isinstance(args[0], DTensor):
-        refuse_own(op, *args, kwargs)
+    written = kwargs.get("out", args[0] if args else None)
+    if op._schema.is_mutable and isinstance(written, DTensor):
+        refuse_own(op, written, args, kwargs)
         return _write_rows(op, args, kwargs)
     found = _of_full_values(op, args, kwargs)
     if trains and any(value.is_floating_point() for value in tensors_in(found)):

@@ -28,12 +28,16 @@ Slice = Callable[[Tensor, ParamState], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """What is edited when parameters are replaced; `dicts` have them for keys or values."""
+    """What is edited when parameters are replaced, and what shows their memory.
+
+    `dicts` have them for keys or values. Of `views`, those in none of these collections raise.
+    """
 
     optimizers: list[Optimizer]
     lists: list[list[Any]]
     sets: list[set[Any]]
     dicts: list[dict[Any, Any]]
+    views: list[Tensor]
 
 
 def holders_of(params: list[nn.Parameter]) -> Holders:
@@ -44,9 +48,11 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
         return id(part) in wanted or (_is_plain(part) and storage_key(part) in places)
 
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
-    found = Holders([], [], [], [])
+    found = Holders([], [], [], [], [])
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
+        if thing is found.views:
+            continue
         if kind is list and thing and any(map(_is_tensor, _parts(thing[0]))):
             if any(is_old(part) for item in thing for part in _parts(item)):
                 found.lists.append(thing)
@@ -56,6 +62,9 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
         elif kind in (dict, OrderedDict) and any(map(_is_tensor, next(iter(thing.items()), ()))):
             if any(is_old(part) for item in list(thing.items()) for part in item):
                 found.dicts.append(thing)
+        elif kind is Tensor:
+            if is_old(thing):
+                found.views.append(thing)
         elif issubclass(kind, Optimizer) and _holds(thing, wanted):
             found.optimizers.append(thing)
     return found

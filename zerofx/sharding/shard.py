@@ -29,7 +29,7 @@ from zerofx.sharding.refuse import (
     refuse_wrappers,
 )
 from zerofx.sharding.rows import cut, own_rows
-from zerofx.sharding.stale import make_stale, make_views_stale
+from zerofx.sharding.stale import make_attributes_stale, make_stale, make_views_stale
 
 MakeValues = Callable[[nn.Module, Session], dict[int, Tensor]]
 """Makes what a model on the meta device lacks: this rank's rows, by the parameter's `id`."""
@@ -102,8 +102,9 @@ def shard_model(
         session.set_root(model)
     for optimizer in holders.optimizers:
         old_handles.move_optimizer(optimizer, replaced, cut)
-    make_views_stale(model, replaced)
+    make_attributes_stale(model, replaced)
     old_handles.move_collections(holders, replaced)
+    make_views_stale(holders.views, replaced)
     for old, state in replaced.values():
         make_stale(old, state.spec.name)
     if config.keep_freed_memory and session.device.type == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -47,7 +47,7 @@ class StaleParameter(nn.Parameter):
 
 
 class StaleView(StaleParameter):
-    """An attribute that was a view of a parameter. Copies of the model bring it along."""
+    """What was a view of a parameter. Copies of a model bring its attributes along."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaleView:
         return _stale_view(vars(self)["_zerofx_name"])
@@ -56,8 +56,16 @@ class StaleView(StaleParameter):
         return _stale_view, (vars(self)["_zerofx_name"],)
 
 
-def make_views_stale(model: nn.Module, replaced: Replaced) -> None:
-    """Let use of attributes raise that view old parameters: they would keep the first values.
+def make_views_stale(views: Iterable[Tensor], replaced: Replaced) -> None:
+    """Let use of tensors raise that show old parameters' memory: they would keep its values."""
+    names = {storage_key(old): state.spec.name for old, state in replaced.values()}
+    for view in views:
+        vars(view)["_zerofx_name"] = f"a view of {names[storage_key(view)]}"
+        view.__class__ = StaleView
+
+
+def make_attributes_stale(model: nn.Module, replaced: Replaced) -> None:
+    """The same for attributes of modules, by their names.
 
     Those that are assigned anew before they are read, as by old-style `spectral_norm`, are none.
     """
