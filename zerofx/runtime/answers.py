@@ -54,8 +54,8 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "compile the model, and not the loop around it; or take full values: "
             "param.full_tensor()",
         )
-    written = kwargs.get("out", args[0] if args else None)
-    if op._schema.is_mutable and isinstance(written, DTensor):
+    written = args[0] if _writes_first(op) else kwargs.get("out")
+    if isinstance(written, DTensor):
         refuse_own(op, written, args, kwargs)
         return _write_rows(op, args, kwargs)
     found = _of_full_values(op, args, kwargs)

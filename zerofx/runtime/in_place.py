@@ -110,7 +110,7 @@ def refuse_own(what: Any, written: Tensor, *values: Any) -> None:
     Raises:
         UnsupportedError: names `what` writes.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     found = [value for value in tensors_in(values) if value.is_floating_point()]
     plain = [value for value in found if not isinstance(value, DTensor)]

@@ -52,7 +52,7 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
         if thing is found.views:
-            continue
+            continue  # it holds old ones, but not for the user
         if kind is list and thing and any(map(_is_tensor, _parts(thing[0]))):
             if any(is_old(part) for item in thing for part in _parts(item)):
                 found.lists.append(thing)
