@@ -48,26 +48,28 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
         return id(part) in wanted or (_is_plain(part) and storage_key(part) in places)
 
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
-    found = Holders([], [], [], [], [])
+    views: list[Tensor] = []
+    found = Holders([], [], [], [], views)
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
-        if thing is found.views:
-            continue  # it holds old ones, but not for the user
-        if kind is list and thing and any(map(_is_tensor, _parts(thing[0]))):
+        if kind is list and thing and thing is not views and _holds_tensors(_parts(thing[0])):
             if any(is_old(part) for item in thing for part in _parts(item)):
                 found.lists.append(thing)
-        elif kind is set and issubclass(type(next(iter(thing), None)), Tensor):
+        elif kind is set and _is_tensor(next(iter(thing), None)):
             if any(id(item) in wanted for item in list(thing)):
                 found.sets.append(thing)
-        elif kind in (dict, OrderedDict) and any(map(_is_tensor, next(iter(thing.items()), ()))):
+        elif kind in _DICTS and _holds_tensors(next(iter(thing.items()), ())):
             if any(is_old(part) for item in list(thing.items()) for part in item):
                 found.dicts.append(thing)
         elif kind is Tensor:
             if is_old(thing):
-                found.views.append(thing)
+                views.append(thing)
         elif issubclass(kind, Optimizer) and _holds(thing, wanted):
             found.optimizers.append(thing)
     return found
+
+
+_DICTS = frozenset((dict, OrderedDict))
 
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
@@ -153,6 +155,10 @@ def _all_tensors(things: Iterable[Any]) -> bool:
 
 def _is_tensor(thing: Any) -> bool:
     return issubclass(type(thing), Tensor)  # asked of the class: `isinstance` would run proxies
+
+
+def _holds_tensors(parts: tuple[Any, ...]) -> bool:
+    return any(map(_is_tensor, parts))
 
 
 def _is_plain(thing: Any) -> bool:
