@@ -145,8 +145,9 @@ class Watch:
         self._reading = None  # once is enough
         _log.warning(
             "%s waits for the other ranks: .item(), float(), bool() and the like of a sharded "
-            "tensor, norms of gradients and view(-1) too, are collectives: every rank must come. "
-            "Remedy: value = value.full_tensor() on all ranks first",
+            "tensor, norms of gradients, view(-1) and updates of a plain average too, are "
+            "collectives: every rank must come. Remedy: value = value.full_tensor() on all ranks "
+            "first, or the same line on all of them",
             _place_of(reading[0]),
         )
 
