@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.runtime.params import held_by
 from zerofx.runtime.session import Session
 from zerofx.sharding.casts import needs_cast
 from zerofx.sharding.refuse import refuse_wrappers
@@ -53,7 +54,7 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
         )
     compiled = compiled or _compiled_module(frames)
     if compiled is not None:
-        owners = [module for module in owners if not _trains_no_more(module, compiled)] or owners
+        owners = _that_train(owners, compiled) or owners
     outer = owners[-1]
     # A wrapper around the compiled model owns just the same parameters: the model is the root. It
     # is not if more than the model holds one of them, as a tied head does.
@@ -179,24 +180,29 @@ def _owned(module: nn.Module) -> set[int]:
     return {id(param) for param in module.parameters()}
 
 
-def _trains_no_more(module: nn.Module, compiled: nn.Module) -> bool:
-    """Whether a module owns parameters beside those of the compiled model that do not train.
+def _that_train(owners: list[nn.Module], compiled: nn.Module) -> list[nn.Module]:
+    """`owners` but for those that own more than the compiled model, of which nothing trains.
 
     A task of timm holds an average of the model, and a distillation a teacher: each rank has them
     whole, as beside DistributedDataParallel. They are frozen, or the optimizers that are there
     leave them out; the guard of optimizers' steps finds whatever takes them in later.
     """
-    owned = _owned(compiled)
-    added = {id(param): param for param in module.parameters() if id(param) not in owned}
-    stepped = _stepped_over() if any(param.requires_grad for param in added.values()) else set()
-    left_out = bool(stepped & owned) and not stepped & added.keys()
-    return bool(added) and (left_out or not any(p.requires_grad for p in added.values()))
+    own = _owned(compiled)
+    added = [[param for param in each.parameters() if id(param) not in own] for each in owners]
+    asked = any(param.requires_grad for params in added for param in params)
+    stepped = _stepped_over() if asked else set[int]()
+
+    def train(params: list[nn.Parameter]) -> bool:
+        left_out = bool(stepped & own) and not any(id(param) in stepped for param in params)
+        return not left_out and any(param.requires_grad for param in params)
+
+    pairs = zip(owners, added, strict=True)
+    return [module for module, params in pairs if not params or train(params)]
 
 
 def _stepped_over() -> set[int]:
     optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
-    groups = [group for each in optimizers for group in vars(each).get("param_groups", ())]
-    return {id(param) for group in groups for param in group["params"]}
+    return {id(param) for each in optimizers for param in held_by(each)}
 
 
 def _places(module: nn.Module) -> set[tuple[int, str]]:

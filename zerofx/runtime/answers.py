@@ -25,7 +25,13 @@ from zerofx.runtime.in_place import (
     write_parts,
 )
 from zerofx.runtime.parameter import Sharded, local_tensor
-from zerofx.torch_private import fake_mode_of, map_tensors, tensors_in, without_parts
+from zerofx.torch_private import (
+    fake_mode_of,
+    has_parts,
+    map_tensors,
+    tensors_in,
+    without_parts,
+)
 
 
 def ours_in(values: Any) -> list[DTensor]:
@@ -131,7 +137,7 @@ def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     lay_out = _of_first_rank if draws else everywhere
     value = lay_out(written, whole)
-    if any(how.is_partial() for how in written.placements):
+    if has_parts(written):
         return write_parts(op, written, value)
     return written.copy_(as_rows(written, value))
 

@@ -136,8 +136,9 @@ def _is_everywhere(like: Any, value: Tensor) -> bool:
 
 def write_whole(written: Any, write: Callable[[Tensor], Any]) -> Any:
     """Let `write` write to the full value, of which each rank then takes its rows."""
-    # With autograd what a gather gives may not be written to.
-    whole = full(written).clone() if torch.is_grad_enabled() else full(written.detach())
+    whole = full(written)
+    if torch.is_grad_enabled():
+        whole = whole.clone()  # autograd lets nothing be written to what a gather gives
     write(whole)
     return written.copy_(everywhere(written, whole))
 

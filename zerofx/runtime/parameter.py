@@ -101,9 +101,10 @@ class Sharded(DTensor):
         # With autograd no view of a parameter may be written to, in torch as here.
         if trains and self.is_leaf:
             return found
+        seen = found if trains else found.detach()
         if self._is_seen_by(found):
-            return _writable(found if trains else found.detach(), Sharded)
-        copied = _writable((found if trains else found.detach()).clone(), Copied)
+            return _writable(seen, Sharded)
+        copied = _writable(seen.clone(), Copied)
         copied._whole, copied._view = self, view
         return copied
 
@@ -195,7 +196,7 @@ class Copied(Sharded):
         return False
 
     def _write_back(self) -> None:
-        rows = full(self if torch.is_grad_enabled() else self.detach())
+        rows = full(self)
         write_whole(self._whole, lambda whole: self._view(whole).copy_(rows))
 
 

@@ -32,6 +32,12 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """The same, where a search found the optimizer: it may be half built, and runs no code."""
+    groups = vars(optimizer).get("param_groups", ())
+    return [param for group in groups for param in group["params"]]
+
+
 def asks_for_losses(kind: Any) -> bool:
     """Whether a class of optimizers, LBFGS among torch's, steps with a closure only."""
     step = getattr(kind, "step", None)

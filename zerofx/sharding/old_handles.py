@@ -14,12 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerofx.runtime.params import ParamState
-from zerofx.sharding.stale import Replaced
+from zerofx.runtime.params import ParamState, held_by
+from zerofx.sharding.stale import Replaced, is_plain
 from zerofx.torch_private import storage_key
 
 Slice = Callable[[Tensor, ParamState], Tensor]
@@ -45,7 +44,7 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
     wanted, places = {id(param) for param in params}, {storage_key(param) for param in params}
 
     def is_old(part: Any) -> bool:
-        return id(part) in wanted or (_is_plain(part) and storage_key(part) in places)
+        return id(part) in wanted or (is_plain(part) and storage_key(part) in places)
 
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
     views: list[Tensor] = []
@@ -64,7 +63,7 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
         elif kind is Tensor:
             if is_old(thing):
                 views.append(thing)
-        elif issubclass(kind, Optimizer) and _holds(thing, wanted):
+        elif issubclass(kind, Optimizer) and any(id(each) in wanted for each in held_by(thing)):
             found.optimizers.append(thing)
     return found
 
@@ -74,9 +73,8 @@ _DICTS = frozenset((dict, OrderedDict))
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
     """Point `optimizer` at the sharded parameters; its state is sharded along."""
-    new = _Renewal(replaced)
     for group in optimizer.param_groups:
-        group["params"][:] = [new(param) for param in group["params"]]
+        group["params"][:] = [_new(param, replaced) for param in group["params"]]
     for old in [param for param in optimizer.state if id(param) in replaced]:
         _, state = replaced[id(old)]
         entries = optimizer.state.pop(old)
@@ -126,7 +124,7 @@ def move_collections(holders: Holders, replaced: Replaced) -> None:
     Lists may hold tuples, which are exchanged. What shows an old parameter's memory, as values of
     `model.state_dict()` do, shows the new one's.
     """
-    new = _Renewal(replaced)
+    new = _renewal(replaced)
     for each in holders.lists:
         if all(_is_tensor(item) or type(item) is tuple for item in each):
             each[:] = [_renewed(item, new) for item in each]
@@ -144,11 +142,6 @@ def move_collections(holders: Holders, replaced: Replaced) -> None:
             each.update(items)
 
 
-def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
-    groups = optimizer.__dict__.get("param_groups", ())  # it may be half built
-    return any(id(param) in wanted for group in groups for param in group["params"])
-
-
 def _all_tensors(things: Iterable[Any]) -> bool:
     return all(isinstance(thing, Tensor) for thing in things)
 
@@ -161,34 +154,32 @@ def _holds_tensors(parts: tuple[Any, ...]) -> bool:
     return any(map(_is_tensor, parts))
 
 
-def _is_plain(thing: Any) -> bool:
-    return type(thing) is Tensor and thing.layout is torch.strided
-
-
 def _place(value: Tensor) -> Any:
     """Which part of which memory a tensor shows, and how."""
     return (storage_key(value), value.storage_offset(), value.shape, value.stride(), value.dtype)
 
 
-class _Renewal:
+def _renewal(replaced: Replaced) -> Callable[[Any], Any]:
     """Gives a new parameter for an old one, and its `data` for a tensor in the old one's memory."""
+    by_place = {_place(old): state.param for old, state in replaced.values()}
 
-    def __init__(self, replaced: Replaced) -> None:
-        self._by_id = {key: state.param for key, (_, state) in replaced.items()}
-        self._by_place = {_place(old): state.param for old, state in replaced.values()}
+    def new(item: Any) -> Any:
+        shown = by_place.get(_place(item)) if is_plain(item) else None
+        return _new(item, replaced) if shown is None else shown.data
 
-    def __call__(self, item: Any) -> Any:
-        if (param := self._by_id.get(id(item))) is not None:
-            return param
-        shown = self._by_place.get(_place(item)) if _is_plain(item) else None
-        return item if shown is None else shown.data
+    return new
+
+
+def _new(item: Any, replaced: Replaced) -> Any:
+    entry = replaced.get(id(item))
+    return item if entry is None else entry[1].param
 
 
 def _parts(item: Any) -> tuple[Any, ...]:
     return cast(tuple[Any, ...], item) if type(item) is tuple else (item,)
 
 
-def _renewed(item: Any, new: _Renewal) -> Any:
+def _renewed(item: Any, new: Callable[[Any], Any]) -> Any:
     """A tensor, or a tuple, with new parameters for old ones."""
     parts = tuple(map(new, _parts(item)))
     return parts if type(item) is tuple else parts[0]

@@ -58,7 +58,7 @@ class StaleView(StaleParameter):
 
 def make_views_stale(views: Iterable[Tensor], replaced: Replaced) -> None:
     """Let use of tensors raise that show old parameters' memory: they would keep its values."""
-    names = {storage_key(old): state.spec.name for old, state in replaced.values()}
+    names = _by_memory(replaced)
     for view in views:
         vars(view)["_zerofx_name"] = f"a view of {names[storage_key(view)]}"
         view.__class__ = StaleView
@@ -69,7 +69,7 @@ def make_attributes_stale(model: nn.Module, replaced: Replaced) -> None:
 
     Those that are assigned anew before they are read, as by old-style `spectral_norm`, are none.
     """
-    names = {storage_key(old): state.spec.name for old, state in replaced.values()}
+    names = _by_memory(replaced)
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             where = f"{path}.{attribute}" if path else attribute
@@ -84,10 +84,17 @@ def make_attributes_stale(model: nn.Module, replaced: Replaced) -> None:
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
+def is_plain(thing: Any) -> bool:
+    """Whether it is a tensor of torch's own class that shows memory."""
+    return type(thing) is Tensor and thing.layout is torch.strided
+
+
+def _by_memory(replaced: Replaced) -> Mapping[Any, str]:
+    return {storage_key(old): state.spec.name for old, state in replaced.values()}
+
+
 def _stale_if_view(value: Any, names: Mapping[Any, str], where: str) -> Any:
-    if type(value) is not Tensor or value.layout is not torch.strided:
-        return value
-    name = names.get(storage_key(value))
+    name = names.get(storage_key(value)) if is_plain(value) else None
     return value if name is None else _stale_view(f"{where}, a view of {name}")
 
 

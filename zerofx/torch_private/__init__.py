@@ -73,7 +73,7 @@ from zerofx.torch_private.given import (
     mix_while_tracing,
     stop_mixing,
 )
-from zerofx.torch_private.handlers import torchs_way, without_parts
+from zerofx.torch_private.handlers import has_parts, torchs_way, without_parts
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
@@ -158,6 +158,7 @@ __all__ = [
     "foreach_by_default",
     "frame_being_compiled",
     "gpus_of_a_node",
+    "has_parts",
     "holds_a_graph",
     "in_turns",
     "inductor_joint_passes",

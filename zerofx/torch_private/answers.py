@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.torch_private.backwards import inside_graph
 from zerofx.torch_private.foreach import lies_as
-from zerofx.torch_private.handlers import HANDLERS, Handler, added_up, torchs_way
+from zerofx.torch_private.handlers import HANDLERS, Handler, added_up, has_parts, torchs_way
 
 _UPDATES = (
     *("add_", "addcdiv_", "addcmul_", "copy_", "div_", "eq_", "ge_", "gt_", "le_", "lerp_"),
@@ -74,7 +74,8 @@ def _answering(
                 # A number of this rank's own may not scale its part of a sum alone.
                 args = tuple(map(_added_up, args))
         if found is NotImplemented and (
-            draws or _only_writes(given, kwargs) or (fills and _has_parts(args[0]))
+            # torch fills the part of each rank with what is for all.
+            draws or _only_writes(given, kwargs) or (fills and has_parts(args[0]))
         ):
             found = whole(op, args, kwargs)
         if found is NotImplemented:
@@ -129,11 +130,6 @@ def _only_writes(given: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:
     return len(given) == 1 and kwargs.get("out") is given[0]
 
 
-def _has_parts(value: Any) -> bool:
-    """Whether ranks have to reduce a value: torch fills the part of each with what is for all."""
-    return isinstance(value, DTensor) and any(how.is_partial() for how in value.placements)
-
-
 def _lacks_a_rule(error: Exception) -> bool:
     """Whether torch refused an operation, on all ranks alike, before it began."""
     said = (
@@ -148,7 +144,7 @@ def _writes_in_place(args: tuple[Any, ...]) -> bool:
     written = args[0]
     return (
         isinstance(written, DTensor)
-        and not _has_parts(written)
+        and not has_parts(written)
         and all(lies_as(written, other) for other in args[1:])
     )
 

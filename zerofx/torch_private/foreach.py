@@ -14,8 +14,10 @@ from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 from zerofx.torch_private.handlers import HANDLERS
 
 _BOUNDS = {
-    **{"maximum": "clamp_min", "maximum_": "clamp_min_"},
-    **{"minimum": "clamp_max", "minimum_": "clamp_max_"},
+    "maximum": "clamp_min",
+    "maximum_": "clamp_min_",
+    "minimum": "clamp_max",
+    "minimum_": "clamp_max_",
 }
 """Functions that take numbers for lists, and tensors alone for one, by those that take both."""
 

@@ -23,6 +23,11 @@ def torchs_way(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             HANDLERS[op] = handler
 
 
+def has_parts(value: Any) -> bool:
+    """Whether a value is a `DTensor` of which ranks have contributions."""
+    return isinstance(value, DTensor) and any(how.is_partial() for how in value._spec.placements)
+
+
 def without_parts(placements: Sequence[Placement]) -> list[Placement]:
     """`placements` under which no rank has only its contribution."""
     return [Replicate() if how.is_partial() else how for how in placements]
