@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.kernel_peers import PEERS
-from zerofx.codegen.build import TritonKernel
+from zerofx.codegen.kernels import Kernel, kernel_for
 from zerofx.codegen.reference import Reference
 from zerofx.ir.kernels import (
     KernelSpec,
@@ -139,16 +139,16 @@ def _rates(size: int, copy: float, best: float) -> list[str]:
 def _cuda_speeds(codecs: Sequence[Codec], numel: int) -> Table:
     title = f"{torch.cuda.get_device_name()}, {numel * 4 >> 20} MiB"
     table = Table("codec", "kernel", "by", "ms", "copy", "GB/s", "of copy", title=title)
-    folder = Path(tempfile.mkdtemp(prefix="zerofx-kernels-"))
+    folder, device = Path(tempfile.mkdtemp(prefix="zerofx-kernels-")), torch.device("cuda")
     for codec in codecs:
         runs: list[tuple[str, str, Callable[[], object], int]] = []
         for name, spec in specs_of(codec, numel).items():
             size = operand_bytes(spec)
             for who, kernel in (
-                ("zerofx", TritonKernel.build(spec, folder)),
+                ("zerofx", kernel_for(spec, device, folder)),
                 ("Inductor", Reference(spec, compiled=True)),
             ):
-                runs.append((name, who, call_of(kernel, spec, torch.device("cuda")), size))
+                runs.append((name, who, call_of(kernel, spec, device), size))
         for library, peers in PEERS.items():
             try:
                 runs += [
@@ -170,13 +170,11 @@ def graph_seconds(run: Callable[[], object]) -> float:
     return testing.do_bench_cudagraph(run, rep=50, return_mode="median") / 1e3
 
 
-def call_of(
-    kernel: Callable[[list[Tensor], list[Tensor]], None], spec: KernelSpec, device: torch.device
-) -> Callable[[], object]:
+def call_of(kernel: Kernel, spec: KernelSpec, device: torch.device) -> Callable[[], object]:
     """A call of `kernel` on operands of its own."""
     inputs = [_filled(shape, dtype, device) for shape, dtype in spec.inputs]
     outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in spec.outputs]
-    return lambda: kernel(inputs, outputs)
+    return lambda: kernel(inputs, outputs, 0)
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -36,6 +36,7 @@ CASES: dict[str, KernelSpec] = {
     "unpack_fp8": Unpack(_parcels(Codec("fp8", 128), _low(_WEIGHT))),
     "unpack_int4_mean": Unpack(Parcels((_SHARD,), Codec("int4"), 1), 3),
     "repack_int4": Repack(193, 2, 2, Codec("int4"), Codec("int4")),
+    "repack_fp8": Repack(193, 2, 2, Codec("fp8"), Codec("fp8")),
     "repack_feedback": Repack(193, 2, 2, Codec("int4"), Codec("int8", feedback=True)),
     "repack_int4_to_int8": Repack(192, 4, 16, Codec("int4"), Codec("int8", rounding="stochastic")),
 }
@@ -58,6 +59,9 @@ SHAPES: dict[str, KernelSpec] = {
     ),
     "unpack_mean_asymmetric": Unpack(_parcels(Codec("int4", symmetric=False), *_BLOCK), 8),
     "repack_32_sources": Repack(192, 4, 32, Codec("int8"), Codec("fp8")),
+    "repack_int4_small_blocks": Repack(193, 4, 9, Codec("int4", 32), Codec("int8", 32)),
+    "repack_int4_large_blocks": Repack(193, 4, 4, Codec("int4", 2048), Codec("int4", 2048)),
+    "repack_past_32_bits": Repack(1 << 24, 1, 4, Codec("int4"), Codec("int4")),
     "repack_asymmetric": Repack(193, 4, 3, _RANDOM, _RANDOM),
 }
 """More for the compiler."""

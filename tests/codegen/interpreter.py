@@ -29,11 +29,17 @@ class Interpreter:
         self._pool = pool
 
     def run(
-        self, spec: KernelSpec, inputs: list[Tensor], outputs: list[Tensor], seed: int = 0
+        self,
+        spec: KernelSpec,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        seed: int = 0,
+        *,
+        fp8: bool = False,
     ) -> list[Tensor]:
-        """What the kernel of `spec` makes of `outputs`."""
+        """What the kernel of `spec` makes of `outputs`; `fp8` as in `emit`."""
         # Pickled here: torch would pass each tensor as shared memory, with a file of its own.
-        job = pickle.dumps((spec, inputs, outputs, seed))
+        job = pickle.dumps((spec, inputs, outputs, seed, fp8))
         return pickle.loads(self._pool.submit(_run, job).result(timeout=120))
 
 
@@ -55,12 +61,18 @@ def _ready() -> None:
     theirs = emulator._convert_float
 
     def convert(values, source, target, rounding):
-        """Triton 3.9 cuts bf16 off instead of rounding it, and mistakes its subnormal numbers."""
+        """Triton 3.9 cuts bf16 off instead of rounding it, and mistakes its subnormal numbers.
+
+        To fp8 it rounds some ties away from even.
+        """
         if (str(source), str(target)) == ("bf16", "fp32"):
             return values.view(np.uint16).astype(np.uint32) << 16
         if (str(source), str(target)) == ("fp32", "bf16"):
             rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
             return rounded.view(torch.uint16).numpy()
+        if (str(source), str(target)) == ("fp32", "fp8e4nv"):
+            rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
+            return rounded.view(torch.uint8).numpy()
         return theirs(values, source, target, rounding)
 
     emulator._convert_float = convert
@@ -72,6 +84,6 @@ def _folder() -> Path:
 
 
 def _run(job: bytes) -> bytes:
-    spec, inputs, outputs, seed = pickle.loads(job)
-    TritonKernel.build(spec, _folder())(inputs, outputs, seed)
+    spec, inputs, outputs, seed, fp8 = pickle.loads(job)
+    TritonKernel.build(spec, _folder(), fp8=fp8)(inputs, outputs, seed)
     return pickle.dumps(outputs)

@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.codegen.interpreter import Interpreter, interpreter
-from tests.codegen.strategies import outputs_for, parcels, poisoned, repacks, values_for, wires_for
+from tests.codegen.strategies import (
+    BLOCKS,
+    outputs_for,
+    parcels,
+    poisoned,
+    repacks,
+    values_for,
+    wires_for,
+)
 from zerofx.codegen.reference import Reference
+from zerofx.codegen.tiles import tiling_of
 from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack
-from zerofx.ir.parcels import Parcels
+from zerofx.ir.parcels import Codec, Parcels
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'zerofx[triton]'")
 
@@ -35,34 +44,53 @@ def reference(spec: KernelSpec, inputs: list[Tensor], seed: int = 0) -> list[Ten
 
 
 @QUICK
-@given(parcels(), SEEDS)
-def test_pack(triton: Interpreter, given: Parcels, seed: int) -> None:
+@given(parcels(), SEEDS, st.booleans())
+def test_pack(triton: Interpreter, given: Parcels, seed: int, fp8: bool) -> None:
     spec = Pack(given)
     tensors = [values_for((m.numel,), m.dtype, seed) for m in given.members]
-    found = triton.run(spec, tensors, outputs_for(spec, seed, 85), seed)
+    found = triton.run(spec, tensors, outputs_for(spec, seed, 85), seed, fp8=fp8)
     for got, want in zip(found, reference(spec, tensors, seed), strict=True):
         assert torch.equal(got, want)
 
 
 @QUICK
-@given(parcels(), st.sampled_from([1, 1, 2, 3, 9]), SEEDS)
-def test_unpack(triton: Interpreter, given: Parcels, num_sources: int, seed: int) -> None:
+@given(parcels(), st.sampled_from([1, 1, 2, 3, 9]), SEEDS, st.booleans())
+def test_unpack(
+    triton: Interpreter, given: Parcels, num_sources: int, seed: int, fp8: bool
+) -> None:
     spec = Unpack(given, num_sources)
     wires = wires_for(spec, seed)
     for got, want in zip(
-        triton.run(spec, [wires], poisoned(spec, 85)), reference(spec, [wires]), strict=True
+        triton.run(spec, [wires], poisoned(spec, 85), fp8=fp8),
+        reference(spec, [wires]),
+        strict=True,
     ):
         assert torch.equal(got.isnan(), want.isnan())
         assert torch.equal(bits(got), bits(want))
 
 
 @QUICK
-@given(repacks(), SEEDS)
-def test_repack(triton: Interpreter, spec: Repack, seed: int) -> None:
+@given(repacks(), SEEDS, st.booleans())
+def test_repack(triton: Interpreter, spec: Repack, seed: int, fp8: bool) -> None:
     wires = wires_for(spec, seed)
-    found = triton.run(spec, [wires], outputs_for(spec, seed, 85), seed)
+    found = triton.run(spec, [wires], outputs_for(spec, seed, 85), seed, fp8=fp8)
     for got, want in zip(found, reference(spec, [wires], seed), strict=True):
         assert torch.equal(got, want)
+
+
+@QUICK
+@given(st.sampled_from(BLOCKS), st.sampled_from([2, 3, 4, 9]), st.booleans())
+def test_repack_in_words(triton: Interpreter, block: int, num_sources: int, wide: bool) -> None:
+    """Nibbles of every value, at each place of a word, with scales of every kind."""
+    codec = Codec("int4", block)
+    spec = Repack(37, 2, num_sources, codec, Codec("int8", block) if wide else codec)
+    assert tiling_of(spec).stripes
+    wires = wires_for(spec, block)
+    drawn = torch.Generator().manual_seed(num_sources)
+    codes = wires[..., : 37 * spec.codec.block_bytes]
+    codes.copy_(torch.randint(0, 256, codes.shape, generator=drawn, dtype=torch.uint8))
+    (found,) = triton.run(spec, [wires], poisoned(spec, 85))
+    assert torch.equal(found, reference(spec, [wires])[0])
 
 
 def bits(value: Tensor) -> Tensor:

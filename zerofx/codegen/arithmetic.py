@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerofx.codegen.blocks import HASH, TINY, num_steps, step
+from zerofx.codegen.blocks import HASH, TINY, has_exact_products, num_steps, step
 from zerofx.ir.parcels import Codec
 
 Lines = list[str]
@@ -27,19 +27,10 @@ def encode(codec: Codec, parts: Sequence[str]) -> Lines:
     lines = [
         "# As integers, magnitudes keep their order, and infinity and NaN exceed all others.",
         *reduced("top", "max", bits),
-        "finite = top < 0x7F800000",
     ]
-    if codec.symmetric:
-        lines += ["reach = top.to(tl.float32, bitcast=True)"]
-    else:
+    if not codec.symmetric:
         lines += [*reduced("low", "min", parts), *reduced("high", "max", parts)]
-        lines += ["reach = high - low", 'finite = finite & (reach < float("inf"))']
-        lines += ["low = tl.where(finite & (low != 0.0), low, 0.0)"]
-    lines += [
-        f"scale = tl.maximum(reach * {step(codec)!r}, {TINY!r})",
-        'scale = tl.where(finite, scale, float("nan"))',
-        "inverse = tl.where(finite, tl.div_rn(1.0, scale), 0.0)",
-    ]
+    lines += scales(codec)
     if codec.code != "fp8" and codec.rounding == "nearest":
         lines += ["# Added to 1.5 · 2²³, a number leaves its nearest integer in the low bits."]
     for part in parts:
@@ -47,6 +38,25 @@ def encode(codec: Codec, parts: Sequence[str]) -> Lines:
         lines += [f"{part} = tl.where(finite, {above} * inverse, 0.0)"]
         lines += _rounded(codec, part)
     return lines + _joined(codec, parts)
+
+
+def scales(codec: Codec) -> Lines:
+    """From `top`, and `low` and `high` if asymmetric, to `finite`, `scale`, `inverse` and `low`."""
+    lines = ["finite = top < 0x7F800000"]
+    if codec.symmetric:
+        lines += ["reach = top.to(tl.float32, bitcast=True)"]
+    else:
+        lines += ["reach = high - low", 'finite = finite & (reach < float("inf"))']
+        lines += ["low = tl.where(finite & (low != 0.0), low, 0.0)"]
+    lines += [f"scale = tl.maximum(reach * {step(codec)!r}, {TINY!r})"]
+    if has_exact_products(codec):
+        lines += ["# Without its last three bits, products with codes are exact."]
+        lines += ["scale = (scale.to(tl.int32, bitcast=True) & ~7).to(tl.float32, bitcast=True)"]
+    return [
+        *lines,
+        'scale = tl.where(finite, scale, float("nan"))',
+        "inverse = tl.where(finite, tl.div_rn(1.0, scale), 0.0)",
+    ]
 
 
 def decode(codec: Codec, parts: Sequence[str]) -> Lines:
@@ -74,15 +84,25 @@ def code_name(codec: Codec, part: str, parts: Sequence[str]) -> str:
     return "code" if len(parts) == 1 or codec.code == "int4" else f"code_{part}"
 
 
-def mean(num_sources: int, part: str) -> str:
-    """The line that divides a sum by the number of its terms, correctly rounded."""
-    if num_sources & (num_sources - 1) == 0:
-        return f"{part} = {part} * {1 / num_sources!r}"
-    return f"{part} = tl.div_rn({part}, {float(num_sources)!r})"
+def share(num_sources: int) -> str:
+    """What is done to parameters of blocks: a power of two divides them, without rounding."""
+    return f" * {1 / num_sources!r}" if num_sources > 1 and _early(num_sources) else ""
 
 
-def functions(decoded: Sequence[Codec], out: Codec | None) -> Lines:
-    """Definitions that `decode` with any of `decoded` and `encode` with `out` rely on."""
+def divided(num_sources: int, part: str) -> Lines:
+    """Lines that divide a sum by the number of its terms where parameters are not."""
+    return [] if _early(num_sources) else [f"{part} = tl.div_rn({part}, {float(num_sources)!r})"]
+
+
+def _early(num_sources: int) -> bool:
+    return num_sources & (num_sources - 1) == 0
+
+
+def functions(decoded: Sequence[Codec], out: Codec | None, *, fp8: bool) -> Lines:
+    """Definitions that `decode` with any of `decoded` and `encode` with `out` rely on.
+
+    `fp8` says whether the device converts to and from fp8.
+    """
     lines: Lines = []
     if out and out.rounding == "stochastic":
         rounds = [
@@ -96,9 +116,9 @@ def functions(decoded: Sequence[Codec], out: Codec | None) -> Lines:
         lines += [*rounds, "    return x", "", ""]
         lines += _UNIFORM.splitlines()
     if out and out.code == "fp8":
-        lines += _TO_E4M3.splitlines()
+        lines += (_CONVERT_TO_E4M3 if fp8 else _TO_E4M3).splitlines()
     if any(codec.code == "fp8" for codec in decoded):
-        lines += _FROM_E4M3.splitlines()
+        lines += (_CONVERT_FROM_E4M3 if fp8 else _FROM_E4M3).splitlines()
     return lines
 
 
@@ -156,6 +176,22 @@ def from_e4m3(code):
     """The number that an fp8 e4m3 code stands for: its bits, as those of fp32, are 2⁻¹²⁰ of it."""
     bits = (code.to(tl.int8, bitcast=True).to(tl.int32) << 20) & ~0x78000000
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+'''
+
+_CONVERT_TO_E4M3 = '''@triton.jit
+def to_e4m3(x):
+    """fp8 e4m3 of numbers up to 448, to the nearest, ties to even."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+'''
+
+_CONVERT_FROM_E4M3 = '''@triton.jit
+def from_e4m3(code):
+    """The number that an fp8 e4m3 code stands for."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 '''

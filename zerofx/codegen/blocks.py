@@ -2,7 +2,9 @@
 
 All of it is fp32. A block with an infinity or a NaN (or, asymmetric, with a range beyond fp32) gets
 the scale NaN and codes 0, so all of it comes back as NaN: it is never clipped to something finite.
-Scales below 2⁻¹²⁶ are raised to that, so that their reciprocal is finite; zeros stay zeros.
+Scales below 2⁻¹²⁶ are raised to that, so that their reciprocal is finite; zeros stay zeros. Scales
+of symmetric int4 keep 21 significant bits: products with codes are exact, and kernels may fuse them
+with sums.
 
 Blocks come as parts: one tensor `[..., block]`, or the two halves of every block for `int4`, whose
 byte i holds element i in its low bits and element i + block/2 in its high bits. So packing needs no
@@ -63,6 +65,11 @@ def step(codec: Codec) -> float:
     return _STEPS[num_steps(codec)]
 
 
+def has_exact_products(codec: Codec) -> bool:
+    """Whether the three lowest bits of scales are zeros: codes have no more than three."""
+    return codec.code == "int4" and codec.symmetric
+
+
 def encode(parts: Parts, codec: Codec, noise: Parts | None = None) -> tuple[list[Tensor], Parts]:
     """Codes and parameters of blocks.
 
@@ -82,7 +89,10 @@ def encode(parts: Parts, codec: Codec, noise: Parts | None = None) -> tuple[list
     else:
         reach = _largest(parts) - low
     finite = reach.isfinite()
-    scale = torch.where(finite, (reach * step(codec)).clamp_min(TINY), math.nan)
+    scale = (reach * step(codec)).clamp_min(TINY)
+    if has_exact_products(codec):
+        scale = (scale.view(torch.int32) & ~7).view(torch.float32)
+    scale = torch.where(finite, scale, math.nan)
     inverse = torch.where(finite, 1 / scale, 0.0)[..., None]
     numbers: list[Tensor] = []
     for number, part in enumerate(_split(parts, codec)):
@@ -150,12 +160,19 @@ def next_errors(sent: Parts, added: Parts, codes: Parts, params: Parts, codec: C
 
 
 def mean(codes: Tensor, params: Parts, codec: Codec) -> list[Tensor]:
-    """Mean over the first axis of decoded blocks, added in its order."""
+    """Mean over the first axis of decoded blocks, added in its order.
+
+    A power of two of them is divided by in the parameters of blocks, another number at the end.
+    """
+    num_sources = codes.shape[0]
+    early = num_sources & (num_sources - 1) == 0
+    if early and num_sources > 1:
+        params = [param / num_sources for param in params]
     total = decode(codes[0], [param[0] for param in params], codec)
-    for source in range(1, codes.shape[0]):
+    for source in range(1, num_sources):
         more = decode(codes[source], [param[source] for param in params], codec)
         total = [one + other for one, other in zip(total, more, strict=True)]
-    return [one / codes.shape[0] for one in total] if codes.shape[0] > 1 else total
+    return total if early else [one / num_sources for one in total]
 
 
 def noise(seed: Tensor, start: Tensor, num_blocks: int, block: int, num_parts: int) -> list[Tensor]:

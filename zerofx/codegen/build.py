@@ -23,12 +23,12 @@ OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 """Compiler options. Products and sums stay apart, so that CUDA rounds as the reference does."""
 
 
-def write_source(spec: KernelSpec, folder: Path) -> Path:
+def write_source(spec: KernelSpec, folder: Path, *, fp8: bool = False) -> Path:
     """Write the kernel's file into `folder`; equal specs get the same file.
 
     Ranks may share the folder: whoever comes later replaces the file by an equal one.
     """
-    text = emit(spec)
+    text = emit(spec, fp8=fp8)
     name = f"{kernel_name(spec)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     path = folder / f"{name}.py"
     if not path.exists():
@@ -71,13 +71,13 @@ class TritonKernel:
     function: Any = dataclasses.field(repr=False, compare=False)
 
     @staticmethod
-    def build(spec: KernelSpec, folder: Path) -> TritonKernel:
-        """Write the source of `spec` into `folder` and import it.
+    def build(spec: KernelSpec, folder: Path, *, fp8: bool = False) -> TritonKernel:
+        """Write the source of `spec` into `folder` and import it; see `emit` for `fp8`.
 
         Raises:
             KernelError: Triton is not installed.
         """
-        path = write_source(spec, folder)
+        path = write_source(spec, folder, fp8=fp8)
         return TritonKernel(spec, path, import_function(spec, path))
 
     def __call__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], seed: int = 0) -> None:

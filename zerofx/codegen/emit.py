@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zerofx.codegen import arithmetic
+from zerofx.codegen import arithmetic, words
 from zerofx.codegen.arithmetic import Lines, names_of
 from zerofx.codegen.blocks import TINY
-from zerofx.codegen.expressions import Expr, Scope, code
+from zerofx.codegen.expressions import Expr, Scope, code, shifted
 from zerofx.codegen.header import header
 from zerofx.codegen.operands import takes_seed
 from zerofx.codegen.sections import (
     Section,
     add_errors,
+    call,
     feed_back,
     function,
     indented,
@@ -33,25 +34,34 @@ def kernel_name(spec: KernelSpec) -> str:
     return type(spec).__name__.lower()
 
 
-def emit(spec: KernelSpec) -> str:
-    """The source file: the same text for equal specs.
+def emit(spec: KernelSpec, *, fp8: bool = False) -> str:
+    """The source file: the same text for equal arguments.
 
     Its function takes pointers to inputs and outputs, in the order of the spec, and the seed if
     codes are rounded stochastically.
+
+    Args:
+        spec: what it does.
+        fp8: whether the device has instructions for fp8, as from compute capability 8.9 on; others
+            make and read its codes as integers.
     """
-    return "\n".join(_Emitter(spec).lines()).rstrip() + "\n"
+    return "\n".join(_Emitter(spec, fp8).lines()).rstrip() + "\n"
 
 
 class _Emitter:
     """Writes the parts of one file."""
 
-    def __init__(self, spec: KernelSpec) -> None:
+    def __init__(self, spec: KernelSpec, fp8: bool) -> None:
         self.spec = spec
+        self.fp8 = fp8 and "fp8" in (codec.code for codec in codecs_of(spec))
         self.tiling: Tiling = tiling_of(spec)
         self.codec, self.out = codecs_of(spec)
         self.feedback = bool(errors_of(spec))
         self.parts = names_of(self.tiling.num_parts)
         self.width = self.codec.block // self.tiling.num_parts
+        if self.tiling.stripes:
+            self.parts = words.names_of(self.tiling.stripes)
+            self.width = self.codec.block // len(self.parts)
         self.num_sources = 1 if isinstance(spec, Pack) else spec.num_sources
         self.scope = Scope(
             program=self.tiling.num_programs,
@@ -62,22 +72,19 @@ class _Emitter:
         )
 
     def lines(self) -> Lines:
+        lines = [*header(self.spec, self.tiling, self.fp8), ""]
+        lines += ["import triton", "import triton.language as tl", "", ""]
+        lines += self._words() if self.tiling.stripes else self._sections()
+        return lines + self._kernel()
+
+    def _sections(self) -> Lines:
+        """Definitions that the kernel relies on."""
         reads, writes = not isinstance(self.spec, Pack), not isinstance(self.spec, Unpack)
         decoded = [self.codec] * reads + [self.out] * self.feedback
-        lines = [
-            *header(self.spec, self.tiling),
-            "",
-            "import triton",
-            "import triton.language as tl",
-        ]
-        lines += [
-            "",
-            "",
-            *arithmetic.functions(decoded, self.out if writes else None),
-        ]
+        lines = arithmetic.functions(decoded, self.out if writes else None, fp8=self.fp8)
         blocks = self.tiling.num_blocks, self.parts, self.width
         if reads:
-            lines += Section(self.codec, *blocks).reader("read_blocks")
+            lines += Section(self.codec, *blocks).reader("read_blocks", self.num_sources)
         if self.num_sources > 1:
             lines += mean_blocks(self.spec.inputs[0][0], self.parts, wide=self.tiling.wide)
         if writes:
@@ -86,7 +93,11 @@ class _Emitter:
             errors = Section(self.out.errors, *blocks)
             lines += [*errors.reader("read_errors"), *add_errors(self.parts)]
             lines += errors.writer("write_errors")
-        return lines + self._kernel()
+        return lines
+
+    def _words(self) -> Lines:
+        """Definitions where blocks come in words."""
+        return words.functions(self.codec, self.out, self.tiling, self.spec.inputs[0][0])
 
     def _kernel(self) -> Lines:
         spec, seeded = self.spec, takes_seed(self.spec)
@@ -124,8 +135,8 @@ class _Emitter:
             lines, place, mask = self._element(stretch)
             for number, part in enumerate(self.parts):
                 shift = number * self.width
-                where = f", mask={_shifted('inside', shift)} < {mask}, other=0.0" if mask else ""
-                lines += [f"{part} = tl.load({_shifted(place, shift)}{where}).to(tl.float32)"]
+                where = f", mask={shifted('inside', shift)} < {mask}, other=0.0" if mask else ""
+                lines += [f"{part} = tl.load({shifted(place, shift)}{where}).to(tl.float32)"]
             return [*self._block_of(stretch), *lines]
 
         return self._choose(one)
@@ -138,7 +149,7 @@ class _Emitter:
             lines = [f"block = {code(self._row())}", f"used = block < {self.tiling.num_blocks}"]
         how = "mean_blocks" if self.num_sources > 1 else "read_blocks"
         lines += [f"parcel = {self._parcel('wires', self.spec.inputs[0][0][2])}"]
-        return [*lines, f"{', '.join(self.parts)} = {how}(parcel, block, columns, used)"]
+        return [*lines, *call(f"{', '.join(self.parts)} = {how}(parcel, block, columns, used)")]
 
     def _store(self) -> Lines:
         def one(stretch: Stretch) -> Lines:
@@ -146,9 +157,9 @@ class _Emitter:
             dtype = str(stretch.member.dtype).removeprefix("torch.")
             for number, part in enumerate(self.parts):
                 shift = number * self.width
-                where = f", mask={_shifted('inside', shift)} < {mask}" if mask else ""
+                where = f", mask={shifted('inside', shift)} < {mask}" if mask else ""
                 value = part if dtype == "float32" else f"{part}.to(tl.{dtype})"
-                lines += [f"tl.store({_shifted(place, shift)}, {value}{where})"]
+                lines += [f"tl.store({shifted(place, shift)}, {value}{where})"]
             return lines
 
         return self._choose(one)
@@ -159,14 +170,14 @@ class _Emitter:
         if takes_seed(self.spec):
             inside = f"block * {self.out.block} + columns"
             begin = self.scope["chunk"] * t.num_blocks * self.out.block
-            lines += [f"position = {_shifted(inside, begin)}"]
+            lines += [f"position = {shifted(inside, begin)}"]
             for number, part in enumerate(self.parts):
-                at = _shifted("position", number * self.width)
+                at = shifted("position", number * self.width)
                 lines += [f"noise_{part} = uniform({at}, seed)"]
             given += [f"noise_{part}" for part in self.parts]
         lines += [f"parcel = {self._parcel('wire', size)}"]
         if not self.feedback:
-            lines += [f"write_blocks(parcel, block, columns, used, {', '.join(given)})"]
+            lines += call(f"write_blocks(parcel, block, columns, used, {', '.join(given)})")
             return lines + self._empty_slots("parcel", self.out)
         lines += [f"kept = {self._parcel('errors', self.spec.outputs[1][0][1])}"]
         lines += feed_back(self.parts, given)
@@ -218,7 +229,7 @@ class _Emitter:
         """Which elements of its chunk a tile has; names of their addresses and of their bound."""
         member, block = stretch.member, self.codec.block
         inside = self._row(stretch.first_tile) * block + self.scope["columns"]
-        start = _shifted(stretch.name, self.scope["chunk"] * member.chunk)
+        start = shifted(stretch.name, self.scope["chunk"] * member.chunk)
         place = f"place_{stretch.name}"
         lines = [f"inside = {code(inside)}", f"{place} = {start} + inside"]
         if member.numel < member.chunk * self.tiling.num_parcels:
@@ -234,7 +245,7 @@ class _Emitter:
             num_local, num_nodes = self.spec.parcels.num_local, self.spec.parcels.num_nodes
             row = s.mod(row, num_local) * num_nodes + s.div(row, num_local)
             assert self._placed_alike(row)
-        return _shifted(wire, row * size)
+        return shifted(wire, row * size)
 
     def _placed_alike(self, row: Expr) -> bool:
         """Whether the expression `row` is `place`."""
@@ -242,7 +253,3 @@ class _Emitter:
         parcels, symbol = self.spec.parcels, self.scope["chunk"]
         found = [int(row.subs(symbol, p)) if row else 0 for p in range(parcels.num)]
         return found == [place(p, parcels.num_local, parcels.num_nodes) for p in range(parcels.num)]
-
-
-def _shifted(name: str, shift: Expr) -> str:
-    return name if shift == 0 else f"{name} + {code(shift)}"

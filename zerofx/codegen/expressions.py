@@ -54,6 +54,11 @@ def code(expr: Expr) -> str:
     return text[1:-1] if isinstance(expr, sympy.floor) else text
 
 
+def shifted(name: str, shift: Expr) -> str:
+    """`name`, and as much more as `shift` says, as code."""
+    return name if shift == 0 else f"{name} + {code(shift)}"
+
+
 class _Printer(StrPrinter):
     def _print_floor(self, expr: Expr) -> str:
         over, under = expr.args[0].as_numer_denom()

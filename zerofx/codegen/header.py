@@ -12,10 +12,12 @@ from zerofx.ir.kernels import KernelSpec, Pack, Repack, TensorSpec, Unpack, erro
 Lines = list[str]
 
 
-def header(spec: KernelSpec, tiling: Tiling) -> Lines:
+def header(spec: KernelSpec, tiling: Tiling, fp8: bool) -> Lines:
     """The module docstring: operands, codec, launch and the table of tensors."""
     lines = ['"""' + _title(spec), "", "Written by zerofx for one bucket; do not edit.", ""]
     lines += [f"    {name:<9}{text}" for name, text in _facts(spec, tiling)]
+    if fp8:
+        lines += ["    device   compute capability 8.9 or higher, for its instructions of fp8"]
     if not isinstance(spec, Repack):
         lines += ["", *_table(tiling)]
     return [*(line.rstrip() for line in lines), '"""']

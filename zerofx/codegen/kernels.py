@@ -33,5 +33,6 @@ def kernel_for(
         KernelError: the device is a CUDA device and Triton is not installed.
     """
     if device.type == "cuda":
-        return TritonKernel.build(spec, folder)
+        fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+        return TritonKernel.build(spec, folder, fp8=fp8)
     return Reference(spec, compiled)

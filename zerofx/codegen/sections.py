@@ -31,15 +31,16 @@ class Section:
     parts: tuple[str, ...]
     width: int
 
-    def reader(self, name: str) -> Lines:
-        """A function that decodes blocks."""
+    def reader(self, name: str, num_sources: int = 1) -> Lines:
+        """A function that decodes blocks; of several sources, their shares of a mean."""
+        share = arithmetic.share(num_sources)
         body = ['"""Decoded blocks of a parcel."""']
         for code, at in self._codes():
             body += [f"{code} = tl.load(parcel + {at}, mask=used, other=0)"]
         body += [f"params = {self._params()}"]
-        body += ["scale = tl.load(params, mask=used, other=0.0)"]
+        body += [f"scale = tl.load(params, mask=used, other=0.0){share}"]
         if not self.codec.symmetric:
-            body += [f"low = tl.load(params + {self._slots}, mask=used, other=0.0)"]
+            body += [f"low = tl.load(params + {self._slots}, mask=used, other=0.0){share}"]
         body += [*arithmetic.decode(self.codec, self.parts), f"return {', '.join(self.parts)}"]
         return function(name, "parcel, block, columns, used", body)
 
@@ -75,12 +76,16 @@ class Section:
         return f"block * {self.codec.block_bytes} + columns{shift}"
 
     def _params(self) -> str:
-        end = self.num_blocks * self.codec.block_bytes
-        return f"(parcel + {end}).to(tl.pointer_type(tl.float32)) + block"
+        return params_of("parcel", self.num_blocks * self.codec.block_bytes)
+
+
+def params_of(parcel: str, end: int) -> str:
+    """Where parameters of blocks lie, behind `end` bytes of codes."""
+    return f"({parcel} + {end}).to(tl.pointer_type(tl.float32)) + block"
 
 
 def mean_blocks(wires: Sequence[int], parts: Sequence[str], *, wide: bool) -> Lines:
-    """A function: the sum over the sources in their order, divided at the end.
+    """A function: the mean over the sources, added in their order.
 
     Args:
         wires: sources, parcels of each, bytes of a parcel.
@@ -99,7 +104,7 @@ def mean_blocks(wires: Sequence[int], parts: Sequence[str], *, wide: bool) -> Li
         f"for source in {counter}(1, {num_sources}):",
         f"    {more} = read_blocks(parcel + {source} * {stride}, block, columns, used)",
         *(f"    {part} += more_{part}" for part in parts),
-        *(arithmetic.mean(num_sources, part) for part in parts),
+        *(line for part in parts for line in arithmetic.divided(num_sources, part)),
         f"return {names}",
     ]
     return function("mean_blocks", "parcel, block, columns, used", body)
@@ -132,7 +137,7 @@ def feed_back(parts: Sequence[str], given: Sequence[str]) -> Lines:
     back, new = ", ".join(f"back_{part}" for part in parts), ", ".join(f"new_{p}" for p in parts)
     lines = [f"{names}, {old} = add_errors(kept, block, columns, used, {names})"]
     write = f"{back} = write_blocks(parcel, block, columns, used, {', '.join(given)})"
-    lines += textwrap.wrap(write, 90, subsequent_indent="    ")
+    lines += call(write)
     lines += ["# Blocks that are not finite come back as NaN, and leave no errors."]
     for part in parts:
         lines += [f"new_{part} = {KEPT!r} * old_{part} + {NEW!r} * ({part} - back_{part})"]
@@ -145,6 +150,11 @@ def function(name: str, parameters: str, body: Lines, decorator: str = "@triton.
     """A definition, wrapped where it is long."""
     opening = textwrap.wrap(f"def {name}({parameters}):", 100, subsequent_indent="    " * 2)
     return [decorator, *opening, *indented(body), "", ""]
+
+
+def call(line: str) -> Lines:
+    """A statement, wrapped where it is long."""
+    return textwrap.wrap(line, 90, subsequent_indent="    ")
 
 
 def indented(lines: Lines) -> Lines:

@@ -41,11 +41,11 @@ def write_blocks(parcel, block, columns, used, left, right, noise_left, noise_ri
     # As integers, magnitudes keep their order, and infinity and NaN exceed all others.
     top = tl.max(tl.abs(left).to(tl.int32, bitcast=True), axis=1, keep_dims=True)
     top = tl.maximum(top, tl.max(tl.abs(right).to(tl.int32, bitcast=True), axis=1, keep_dims=True))
-    finite = top < 0x7F800000
     low = tl.min(left, axis=1, keep_dims=True)
     low = tl.minimum(low, tl.min(right, axis=1, keep_dims=True))
     high = tl.max(left, axis=1, keep_dims=True)
     high = tl.maximum(high, tl.max(right, axis=1, keep_dims=True))
+    finite = top < 0x7F800000
     reach = high - low
     finite = finite & (reach < float("inf"))
     low = tl.where(finite & (low != 0.0), low, 0.0)

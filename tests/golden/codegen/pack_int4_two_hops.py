@@ -29,6 +29,8 @@ def write_blocks(parcel, block, columns, used, left, right):
     finite = top < 0x7F800000
     reach = top.to(tl.float32, bitcast=True)
     scale = tl.maximum(reach * 0.1428571343421936, 1.1754943508222875e-38)
+    # Without its last three bits, products with codes are exact.
+    scale = (scale.to(tl.int32, bitcast=True) & ~7).to(tl.float32, bitcast=True)
     scale = tl.where(finite, scale, float("nan"))
     inverse = tl.where(finite, tl.div_rn(1.0, scale), 0.0)
     # Added to 1.5 · 2²³, a number leaves its nearest integer in the low bits.

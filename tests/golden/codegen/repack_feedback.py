@@ -20,7 +20,7 @@ def read_blocks(parcel, block, columns, used):
     """Decoded blocks of a parcel."""
     code = tl.load(parcel + block * 128 + columns, mask=used, other=0)
     params = (parcel + 24704).to(tl.pointer_type(tl.float32)) + block
-    scale = tl.load(params, mask=used, other=0.0)
+    scale = tl.load(params, mask=used, other=0.0) * 0.5
     both = code.to(tl.int32)
     left = ((both << 28) >> 28).to(tl.float32) * scale
     right = ((both << 24) >> 28).to(tl.float32) * scale
@@ -35,8 +35,6 @@ def mean_blocks(parcel, block, columns, used):
         more_left, more_right = read_blocks(parcel + source * 50976, block, columns, used)
         left += more_left
         right += more_right
-    left = left * 0.5
-    right = right * 0.5
     return left, right
 
 

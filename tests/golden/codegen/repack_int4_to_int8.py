@@ -37,7 +37,7 @@ def read_blocks(parcel, block, columns, used):
     """Decoded blocks of a parcel."""
     code = tl.load(parcel + block * 128 + columns, mask=used, other=0)
     params = (parcel + 24576).to(tl.pointer_type(tl.float32)) + block
-    scale = tl.load(params, mask=used, other=0.0)
+    scale = tl.load(params, mask=used, other=0.0) * 0.0625
     both = code.to(tl.int32)
     left = ((both << 28) >> 28).to(tl.float32) * scale
     right = ((both << 24) >> 28).to(tl.float32) * scale
@@ -52,8 +52,6 @@ def mean_blocks(parcel, block, columns, used):
         more_left, more_right = read_blocks(parcel + source * 101376, block, columns, used)
         left += more_left
         right += more_right
-    left = left * 0.0625
-    right = right * 0.0625
     return left, right
 
 
