@@ -31,7 +31,7 @@ from zerofx.sharding.materialise import meta_init
 from zerofx.sharding.rows import cut, same_bits
 from zerofx.sharding.shard import MakeValues, no_sync_once_sharded, session_of, shard_model
 from zerofx.sharding.weights import Weights
-from zerofx.torch_private import unwrap_compiled
+from zerofx.torch_private import leave_to_python, unwrap_compiled
 
 __all__ = [
     "GradScaler",
@@ -255,3 +255,6 @@ def _session(model: nn.Module) -> Session:
             "call zerofx.shard(model, config), or run one forward of the compiled model first",
         )
     return session
+
+
+leave_to_python("zerofx.api", "zerofx.runtime", "zerofx.sharding")

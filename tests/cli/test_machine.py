@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from zerofx.cli.machine import add_machine, machine_of
+from zerofx.cli.arguments import add_machine
+from zerofx.cli.machine import machine_of
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from zerofx.cli import units
+from zerofx.cli.arguments import COMMANDS
 from zerofx.cli.completion import script_for
-from zerofx.cli.main import COMMANDS, build_parser, main
+from zerofx.cli.main import build_parser, main
 from zerofx.cli.targets import find_target
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.torch_private import fake_mode

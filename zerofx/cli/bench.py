@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from zerofx.cli import units
-from zerofx.cli.command import Answer, Command
+from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine
@@ -26,18 +26,6 @@ from zerofx.runtime.comm import Comm, make_comm
 from zerofx.runtime.network import ranks_of_a_node, save_machine, save_table
 
 _REMEDY = "start it under torchrun: torchrun --nproc-per-node 2 -m zerofx bench comm"
-_STEPS = 20
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    add = parser.add_argument
-    add("what", choices=("comm", "machine"), help="collectives; or all that predictions stand on")
-    add("--ranks-per-node", type=int, metavar="N", help="by default what torchrun started")
-    add("--size", type=units.size, action="append", help="full size of a transfer; repeatable")
-    add("--repeats", type=int, default=5, help="calls of each, of which the median counts (5)")
-    add("--steps", type=int, default=_STEPS, help="for `machine` only: of small models (20)")
-    add("--forget", action="store_true", help="only print: do not keep what was measured")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
@@ -149,6 +137,3 @@ def _show(table: CommTable) -> Table:
             "yes" if chosen[cost.collective] == cost.algorithm else "",
         )
     return out
-
-
-COMMAND = Command("bench", "measure what collectives and steps cost here", configure, run)

@@ -10,33 +10,13 @@ import torch
 from rich.table import Table
 
 from zerofx.checkpoint import Source, Stored, open_source, to_dcp, to_safetensors
-from zerofx.cli.command import Answer, Command
+from zerofx.cli.arguments import WEIGHT_DTYPES
+from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 from zerofx.cli.units import show_bytes
 from zerofx.errors import ConfigError
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|convert")
-    inspect = actions.add_parser("inspect", help="what is in it; fails if files are damaged")
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    convert = actions.add_parser("convert", help="write it in another format")
-    for sub in (inspect, convert):
-        sub.add_argument("path", type=Path, help="of DCP (zerofx, FSDP2), DeepSpeed, safetensors")
-    convert.add_argument("target", type=Path, help="folder to write; must not exist")
-    convert.add_argument(
-        "--to",
-        choices=("dcp", "safetensors"),
-        default="dcp",
-        help="dcp: model and optimizer, for zerofx.checkpoint.load; safetensors: weights alone",
-    )
-    convert.add_argument("--dtype", choices=_DTYPES, help="of the weights in safetensors")
-    convert.add_argument(
-        "--prefix", default="model.", help="of the tensors that are weights (default: model.)"
-    )
+_DTYPES = dict(zip(WEIGHT_DTYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
@@ -107,6 +87,3 @@ def _table(*columns: str) -> Table:
         right = column in ("tensors", "elements", "bytes")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
     return table
-
-
-COMMAND = Command("checkpoint", "what is in a checkpoint; another format of it", configure, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,13 +35,15 @@ class Command:
     """One subcommand.
 
     Attributes:
-        name: as typed.
+        name: as typed, and of the file in this folder whose `run` does the work.
         summary: one line for `zerofx --help`.
         configure: adds its arguments to a parser.
-        run: does the work. May raise `ZeroFxError`.
     """
 
     name: str
     summary: str
     configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Progress], Answer]
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> Answer:
+        """Do the work. May raise `ZeroFxError`."""
+        return importlib.import_module(f"zerofx.cli.{self.name}").run(args, progress)

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 
-SUMMARY = 'print a completion script: eval "$(zerofx completion bash)"'
-
 _SCRIPT = """\
 {zsh}_zerofx() {{
   local words="{commands}" previous="${{COMP_WORDS[COMP_CWORD-1]}}"
@@ -25,11 +23,6 @@ _SCRIPT = """\
 complete -o default -F _zerofx zerofx
 """
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("shell", choices=("bash", "zsh"))
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
-from zerofx.cli.command import Answer, Command
+from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 from zerofx.debug.compare import compare
 from zerofx.errors import ConfigError
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("one", type=Path, help="a dump, a folder graph<N> of one, or a text file")
-    parser.add_argument("other", type=Path, help="another one")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
@@ -26,6 +19,3 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     found = compare(args.one, args.other)
     text = tuple(str(each) for each in found) or ("no difference",)
     return Answer([dataclasses.asdict(each) for each in found], text, ok=not found)
-
-
-COMMAND = Command("diff", "what differs between two dumps", configure, run)

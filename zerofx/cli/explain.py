@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from zerofx.cli.command import Answer, Command
-from zerofx.cli.machine import add_machine, check_inputs, machine_of, num_ranks_of
+from zerofx.cli.command import Answer
+from zerofx.cli.machine import check_inputs, machine_of, num_ranks_of
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
 from zerofx.config import Stage, ZeroConfig
@@ -28,20 +28,6 @@ from zerofx.runtime.speed import measure_roofline
 from zerofx.torch_private import fake_mode
 
 _RANKS = 8
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    add_machine(parser)
-    add = parser.add_argument
-    add("--why", metavar="NODE", help="why a node stands where it does, as unshard.layers.3")
-    add("--until", metavar="PASS", help="the programs after this pass")
-    add("--stage", type=int, choices=(0, 1, 2, 3), help="of a TARGET (3)")
-    add("--batch", type=int, metavar="B", help="micro-batch size of a TARGET (2)")
-    add("--length", type=int, metavar="S", help="S in --input (128)")
-    add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
-    add("script", help="a .py file to run and watch; or a TARGET, as for zerofx plan")
-    add("args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
@@ -150,8 +136,3 @@ def _machine_here(session: Session) -> Machine:
     if session.network.table is None:
         machine = machine.with_link(DATACENTER_GPU.link)
     return dataclasses.replace(machine, roofline=measure_roofline(session.device))
-
-
-COMMAND = Command(
-    "explain", "what became of a script or model, and what would help", configure, run
-)

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from zerofx.cli import units
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.cost.machine import loads_machine
@@ -15,24 +14,6 @@ from zerofx.frontend.planner import DATACENTER_GPU, Machine
 
 _MOST_RANKS = 4096
 _MOST_BATCH = _MOST_LENGTH = 1 << 20
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add them; what nobody says stays `None`."""
-    add = parser.add_argument
-    add("--world-size", type=int, metavar="W", help="ranks (8)")
-    add("--memory", type=units.size, metavar="SIZE", help="of a device, as 80GB: what fits?")
-    add("--device", choices=("cuda", "cpu"), help="whose collectives (cuda)")
-    add("--machine", metavar="FILE", help="what `zerofx bench machine` measured and kept")
-    add("--flops", type=units.speed, help="of a device (400T)")
-    add("--bandwidth", type=units.rate, help="of its memory (2TB/s)")
-    add(
-        "--link",
-        type=units.rate,
-        metavar="RATE",
-        help="a rank's, as 100Gbit/s; b is a bit (25GB/s)",
-    )
-    add("--latency", type=units.latency, metavar="SECONDS", help="of a collective (20e-6)")
 
 
 def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) -> Machine:

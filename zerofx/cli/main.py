@@ -16,20 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from zerofx.cli import bench, checkpoint, completion, diff, explain, plan, report
-from zerofx.cli.command import Answer, Command
+from zerofx.cli import completion
+from zerofx.cli.arguments import COMMANDS
+from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
-
-COMMANDS: tuple[Command, ...] = (
-    plan.COMMAND,
-    explain.COMMAND,
-    diff.COMMAND,
-    report.COMMAND,
-    checkpoint.COMMAND,
-    bench.COMMAND,
-    Command("completion", completion.SUMMARY, completion.configure, completion.run),
-)
 
 
 def build_parser() -> argparse.ArgumentParser:

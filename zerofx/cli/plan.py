@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from zerofx.cli.command import Answer, Command
-from zerofx.cli.machine import add_machine, check_inputs, machine_of, num_ranks_of
+from zerofx.cli.arguments import PARAM_DTYPES, PRECISIONS
+from zerofx.cli.command import Answer
+from zerofx.cli.machine import check_inputs, machine_of, num_ranks_of
 from zerofx.cli.plan_text import Question, as_data, as_text, best_stage
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
@@ -21,36 +22,8 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.planner import Plan, Planner
 from zerofx.passes.pipelines import pipeline
 
-_PRECISIONS = {each.name: each for each in (FP32_ADAM, MIXED_ADAM)}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    add_machine(parser)
-    add = parser.add_argument
-    add("target", help="package.module:factory(key=value), a config.json, or llama(key=value)")
-    add("--ranks-per-node", type=int, metavar="L", help="neighbours that share a node (all)")
-    add(
-        "--secondary-shards",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="codes",
-        help="at stage 3: hpZ, a copy inside each node; =codes: of what gathers sent",
-    )
-    add("--quantize", choices=("auto",), help="send codes where the link makes that pay")
-    add("--quantize-weights", metavar="CODEC", help="at stage 3: gathers send codes, as int8x256")
-    add("--quantize-gradients", metavar="CODEC", help="reductions send codes; two hops: int8,int4")
-    add("--quantize-exact", action="append", metavar="PATTERN", help="what does not; repeatable")
-    add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
-    add("--length", type=int, default=2048, metavar="S", help="S in --input (2048)")
-    add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
-    add("--precision", choices=tuple(_PRECISIONS), default="fp32", help="fp32, or 16-bit with fp32")
-    add("--stage", type=int, choices=(0, 1, 2, 3), action="append", help="only these; repeatable")
-    add("--param-dtype", choices=sorted(_DTYPES), help="as the option param_dtype")
-    add("--formula", action="store_true", help="peak memory as an expression in B and S too")
-    add("--whole", action="store_true", help="trace a deep model whole, not two depths of it")
+_PRECISIONS = dict(zip(PRECISIONS, (FP32_ADAM, MIXED_ADAM), strict=True))
+_DTYPES = {name: getattr(torch, name) for name in PARAM_DTYPES}
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
@@ -121,6 +94,3 @@ def _closed_forms(planner: Planner, stages: Sequence[int]) -> dict[int, Any]:
             f"--formula: other lengths give other programs ({error})",
             "leave --formula out, and ask for each length",
         ) from error
-
-
-COMMAND = Command("plan", "what a model holds, sends and takes at each stage", configure, run)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from zerofx.cli import units
-from zerofx.cli.command import Answer, Command
+from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 from zerofx.debug.reports import read_report
 from zerofx.errors import ConfigError
@@ -44,14 +43,6 @@ class Headline:
             f"{units.show_bytes(self.wire_bytes)}; holds at most "
             f"{units.show_bytes(self.peak_bytes)}, at {self.peak_node}"
         )
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("dump", type=Path, help="a folder that ZEROFX_DUMP wrote, or one graph<N>")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help=f"the page (DIR/{NAME} by default)"
-    )
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
@@ -90,6 +81,3 @@ def headlines_of(report: dict[str, Any], graph: str) -> list[Headline]:
         for program in report["programs"]
         if program["timeline"] is not None
     ]
-
-
-COMMAND = Command("report", "a dump as one HTML page", configure, run)

@@ -32,6 +32,7 @@ from zerofx.sharding import assignments
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of
 from zerofx.torch_private import (
+    leave_to_python,
     mix_while_tracing,
     pass_through_dynamo,
     restart_dynamo,
@@ -40,6 +41,7 @@ from zerofx.torch_private import (
 
 step_guard.install()
 assignments.install()
+leave_to_python("zerofx.runtime", "zerofx.sharding", "zerofx.torch_private")
 
 Compiled = Callable[..., Any]
 
