@@ -100,7 +100,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add them; what nobody says stays `None`."""
+    """Add options that say where a model will train; what nobody says stays `None`."""
     add = parser.add_argument
     add("--world-size", type=int, metavar="W", help="ranks (8)")
     add("--memory", type=units.size, metavar="SIZE", help="of a device, as 80GB: what fits?")
