@@ -75,10 +75,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__ and name != "checkpoint":
-        found = getattr(importlib.import_module(f"zerofx.{_HOMES.get(name, 'api')}"), name)
-    elif not name.startswith("__") and find_spec(f"zerofx.{name}"):
+    if not name.startswith("__") and find_spec(f"zerofx.{name}"):
         found = importlib.import_module(f"zerofx.{name}")
+    elif name in __all__:
+        found = getattr(importlib.import_module(f"zerofx.{_HOMES.get(name, 'api')}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

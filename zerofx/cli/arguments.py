@@ -10,11 +10,11 @@ from pathlib import Path
 
 from zerofx.cli import units
 from zerofx.cli.command import Command
+from zerofx.page.build import NAME
 
 PRECISIONS = ("fp32", "mixed")
 PARAM_DTYPES = ("bfloat16", "float16")
 WEIGHT_DTYPES = ("fp32", "fp16", "bf16")
-STEPS = 20
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def _diff(parser: argparse.ArgumentParser) -> None:
 def _report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dump", type=Path, help="a folder that ZEROFX_DUMP wrote, or one graph<N>")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the page (DIR/report.html by default)"
+        "-o", "--output", type=Path, metavar="FILE", help=f"the page (DIR/{NAME} by default)"
     )
 
 
@@ -95,7 +95,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     add("--ranks-per-node", type=int, metavar="N", help="by default what torchrun started")
     add("--size", type=units.size, action="append", help="full size of a transfer; repeatable")
     add("--repeats", type=int, default=5, help="calls of each, of which the median counts (5)")
-    add("--steps", type=int, default=STEPS, help="for `machine` only: of small models (20)")
+    add("--steps", type=int, default=20, help="for `machine` only: of small models (20)")
     add("--forget", action="store_true", help="only print: do not keep what was measured")
 
 

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerofx.codegen.blocks import HASH, TINY, has_exact_products, num_steps, step
+from zerofx.codegen.blocks import (
+    HASH,
+    TINY,
+    has_exact_products,
+    is_divided_early,
+    num_steps,
+    step,
+)
 from zerofx.ir.parcels import Codec
 
 Lines = list[str]
 
-_ROUND = 1.5 * 2**23
+ROUND, ROUND_BITS = 1.5 * 2**23, 0x4B400000
+"""What rounds a number to the nearest integer when it is added, and the bits of it as an fp32."""
+
+NEAREST = "# Added to 1.5 · 2²³, a number leaves its nearest integer in the low bits."
+ORDER = "# As integers, magnitudes keep their order, and infinity and NaN exceed all others."
 
 
 def names_of(num_parts: int) -> tuple[str, ...]:
@@ -24,15 +35,12 @@ def names_of(num_parts: int) -> tuple[str, ...]:
 def encode(codec: Codec, parts: Sequence[str]) -> Lines:
     """From `parts`, and `noise_…` if stochastic, to `code` (or `code_…`), `scale` and `low`."""
     bits = [f"tl.abs({part}).to(tl.int32, bitcast=True)" for part in parts]
-    lines = [
-        "# As integers, magnitudes keep their order, and infinity and NaN exceed all others.",
-        *reduced("top", "max", bits),
-    ]
+    lines = [ORDER, *reduced("top", "max", bits)]
     if not codec.symmetric:
         lines += [*reduced("low", "min", parts), *reduced("high", "max", parts)]
     lines += scales(codec)
     if codec.code != "fp8" and codec.rounding == "nearest":
-        lines += ["# Added to 1.5 · 2²³, a number leaves its nearest integer in the low bits."]
+        lines += [NEAREST]
     for part in parts:
         above = part if codec.symmetric else f"({part} - low)"
         lines += [f"{part} = tl.where(finite, {above} * inverse, 0.0)"]
@@ -86,16 +94,16 @@ def code_name(codec: Codec, part: str, parts: Sequence[str]) -> str:
 
 def share(num_sources: int) -> str:
     """What is done to parameters of blocks: a power of two divides them, without rounding."""
-    return f" * {1 / num_sources!r}" if num_sources > 1 and _early(num_sources) else ""
+    return f" * {1 / num_sources!r}" if num_sources > 1 and is_divided_early(num_sources) else ""
 
 
 def divided(num_sources: int, part: str) -> Lines:
     """Lines that divide a sum by the number of its terms where parameters are not."""
-    return [] if _early(num_sources) else [f"{part} = tl.div_rn({part}, {float(num_sources)!r})"]
-
-
-def _early(num_sources: int) -> bool:
-    return num_sources & (num_sources - 1) == 0
+    return (
+        []
+        if is_divided_early(num_sources)
+        else [f"{part} = tl.div_rn({part}, {float(num_sources)!r})"]
+    )
 
 
 def functions(decoded: Sequence[Codec], out: Codec | None, *, fp8: bool) -> Lines:
@@ -135,7 +143,7 @@ def _rounded(codec: Codec, part: str) -> Lines:
     if codec.code == "fp8":
         return [f"{part} = to_e4m3({part})"]
     if codec.rounding == "nearest":
-        return [f"{part} = ({part} + {_ROUND!r}).to(tl.int32, bitcast=True)"]
+        return [f"{part} = ({part} + {ROUND!r}).to(tl.int32, bitcast=True)"]
     least = -num_steps(codec) if codec.symmetric else 0
     return [
         f"{part} = tl.floor({part} + noise_{part})",

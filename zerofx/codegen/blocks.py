@@ -159,13 +159,18 @@ def next_errors(sent: Parts, added: Parts, codes: Parts, params: Parts, codec: C
     return [torch.where(y.isnan(), 0.0, new) for y, new in zip(back, news, strict=True)]
 
 
+def is_divided_early(num_sources: int) -> bool:
+    """Whether parameters of blocks are divided by the number of sources, and not their sum."""
+    return num_sources & (num_sources - 1) == 0
+
+
 def mean(codes: Tensor, params: Parts, codec: Codec) -> list[Tensor]:
     """Mean over the first axis of decoded blocks, added in its order.
 
     A power of two of them is divided by in the parameters of blocks, another number at the end.
     """
     num_sources = codes.shape[0]
-    early = num_sources & (num_sources - 1) == 0
+    early = is_divided_early(num_sources)
     if early and num_sources > 1:
         params = [param / num_sources for param in params]
     total = decode(codes[0], [param[0] for param in params], codec)

@@ -15,9 +15,7 @@ Lines = list[str]
 def header(spec: KernelSpec, tiling: Tiling, fp8: bool) -> Lines:
     """The module docstring: operands, codec, launch and the table of tensors."""
     lines = ['"""' + _title(spec), "", "Written by zerofx for one bucket; do not edit.", ""]
-    lines += [f"    {name:<9}{text}" for name, text in _facts(spec, tiling)]
-    if fp8:
-        lines += ["    device   compute capability 8.9 or higher, for its instructions of fp8"]
+    lines += [f"    {name:<9}{text}" for name, text in _facts(spec, tiling, fp8)]
     if not isinstance(spec, Repack):
         lines += ["", *_table(tiling)]
     return [*(line.rstrip() for line in lines), '"""']
@@ -32,7 +30,7 @@ def _title(spec: KernelSpec) -> str:
     return f"Unpack: parcels become tensors,{mean} in one launch."
 
 
-def _facts(spec: KernelSpec, tiling: Tiling) -> list[tuple[str, str]]:
+def _facts(spec: KernelSpec, tiling: Tiling, fp8: bool) -> list[tuple[str, str]]:
     read, written = codecs_of(spec)
     codec = read.name if read == written else f"{read.name}, then {written.name}"
     size = written if isinstance(spec, Pack) else read
@@ -50,7 +48,9 @@ def _facts(spec: KernelSpec, tiling: Tiling) -> list[tuple[str, str]]:
         num_local, num_nodes = spec.parcels.num_local, spec.parcels.num_nodes
         facts += [("order", f"chunk p is row p % {num_local} * {num_nodes} + p // {num_local}")]
     launch = f"{tiling.num_programs} programs of {NUM_WARPS} warps, {tiling.rows} blocks each"
-    return [*facts, ("bytes", f"{operand_bytes(spec)} in all"), ("launch", launch)]
+    facts += [("bytes", f"{operand_bytes(spec)} in all"), ("launch", launch)]
+    device = ("device", "compute capability 8.9 or higher, for its instructions of fp8")
+    return [*facts, device] if fp8 else facts
 
 
 def _operands(operands: Sequence[TensorSpec]) -> str:

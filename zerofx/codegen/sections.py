@@ -93,21 +93,30 @@ def mean_blocks(wires: Sequence[int], parts: Sequence[str], *, wide: bool) -> Li
         wide: whether 32 bits are too few for addresses.
     """
     names, (num_sources, num_parcels, size) = ", ".join(parts), wires
-    # A short loop is unrolled, so that its loads are under way together.
-    counter = "tl.static_range" if num_sources <= 8 else "range"
-    source = "tl.cast(source, tl.int64)" if wide else "source"
     more = ", ".join(f"more_{part}" for part in parts)
-    stride = num_parcels * size
+    loop, at = over_sources(1, num_sources, num_parcels * size, wide=wide)
     body = [
         f'"""Mean over the parcels of {num_sources} sources, added in their order."""',
         f"{names} = read_blocks(parcel, block, columns, used)",
-        f"for source in {counter}(1, {num_sources}):",
-        f"    {more} = read_blocks(parcel + {source} * {stride}, block, columns, used)",
+        loop,
+        f"    {more} = read_blocks({at}, block, columns, used)",
         *(f"    {part} += more_{part}" for part in parts),
         *(line for part in parts for line in arithmetic.divided(num_sources, part)),
         f"return {names}",
     ]
     return function("mean_blocks", "parcel, block, columns, used", body)
+
+
+def over_sources(first: int, num_sources: int, stride: int, *, wide: bool) -> tuple[str, str]:
+    """The line that begins a loop over sources from `first` on, and where a source's parcel lies.
+
+    Wires lie `stride` bytes apart; `wide` says whether 32 bits are too few for addresses.
+    """
+    # A short loop is unrolled, so that its loads are under way together.
+    counter = "tl.static_range" if num_sources <= 8 else "range"
+    source = "tl.cast(source, tl.int64)" if wide else "source"
+    numbers = f"{first}, {num_sources}" if first else str(num_sources)
+    return f"for source in {counter}({numbers}):", f"parcel + {source} * {stride}"
 
 
 def add_errors(parts: Sequence[str]) -> Lines:

@@ -18,12 +18,9 @@ from collections.abc import Sequence
 from zerofx.codegen import arithmetic
 from zerofx.codegen.arithmetic import Lines
 from zerofx.codegen.expressions import shifted
-from zerofx.codegen.sections import call, function, indented, params_of
+from zerofx.codegen.sections import call, function, indented, over_sources, params_of
 from zerofx.codegen.tiles import WORD, Tiling
 from zerofx.ir.parcels import Codec
-
-_ROUND_BITS = 0x4B400000
-"""Of 1.5 · 2²³: added to it, a number leaves its nearest integer in the low bits."""
 
 _LANES = range(WORD)
 
@@ -64,23 +61,22 @@ def _products() -> str:
 
 def _mean_blocks(codec: Codec, tiling: Tiling, wires: Sequence[int]) -> Lines:
     num_sources, num_parcels, size = wires
-    counter = "tl.static_range" if num_sources <= 8 else "range"
-    source = "tl.cast(source, tl.int64)" if tiling.wide else "source"
+    loop, at = over_sources(0, num_sources, num_parcels * size, wide=tiling.wide)
     share = arithmetic.share(num_sources)
     parts = names_of(tiling.stripes)
     body = [
         f'"""Mean over the parcels of {num_sources} sources, added in their order."""',
         "zeros = tl.zeros_like(block + columns).to(tl.float32)",
         *(f"{part} = zeros" for part in parts),
-        f"for source in {counter}({num_sources}):",
-        f"    each = parcel + {source} * {num_parcels * size}",
+        loop,
+        f"    each = {at}",
         f"    words = each.to(tl.pointer_type(tl.int32)) + block * {codec.block // WORD} + columns",
         f"    params = {params_of('each', tiling.num_blocks * codec.block_bytes)}",
         f"    scale = tl.load(params, mask=used, other=0.0){share}",
     ]
     for number, stripe in enumerate(_stripes(parts)):
-        names, at = ", ".join(stripe), number * (codec.block // len(parts))
-        body += [f"    word = tl.load({shifted('words', at)}, mask=used, other=0)"]
+        names, first = ", ".join(stripe), number * (codec.block // len(parts))
+        body += [f"    word = tl.load({shifted('words', first)}, mask=used, other=0)"]
         body += indented(call(f"{names} = add(word, scale, used, {names})"))
     body += [line for part in parts for line in arithmetic.divided(num_sources, part)]
     body += call(f"return {', '.join(parts)}")
@@ -94,13 +90,13 @@ def _coded(out: Codec) -> Lines:
     signs = places << out.bits - 1
     names = [f"x{lane}" for lane in range(num)]
     body = ['"""Numbers as a word of codes."""']
-    body += ["# Added to 1.5 · 2²³, a number leaves its nearest integer in the low bits."]
+    body += [arithmetic.NEAREST]
     for name in names:
-        body += [f"{name} = ({name} * inverse + 12582912.0).to(tl.int32, bitcast=True)"]
+        body += [f"{name} = ({name} * inverse + {arithmetic.ROUND!r}).to(tl.int32, bitcast=True)"]
     body += [f"word = {names[-1]}"]
     body += [f"word = word * {1 << out.bits} + {name}" for name in reversed(names[:-1])]
     body += ["# Each with half of its range, and less the bits of 1.5 · 2²³."]
-    body += [f"word += {_int32(signs - _ROUND_BITS * places)}"]
+    body += [f"word += {_int32(signs - arithmetic.ROUND_BITS * places)}"]
     body += [f"return tl.where(finite, word ^ {_int32(signs)}, 0)"]
     return function("coded", f"finite, inverse, {', '.join(names)}", body)
 
@@ -111,7 +107,7 @@ def _write_blocks(out: Codec, tiling: Tiling) -> Lines:
     tops = [f"largest({', '.join(stripe)})" for stripe in stripes]
     body = ['"""Encode blocks into a parcel."""', f"top = {tops[0]}"]
     body += [f"top = larger(top, {top})" for top in tops[1:]]
-    body += ["# As integers, magnitudes keep their order, and infinity and NaN exceed all others."]
+    body += [arithmetic.ORDER]
     body += ["top = tl.max(top.to(tl.int32, bitcast=True), axis=1, keep_dims=True)"]
     body += arithmetic.scales(out)
     row = f"block * {out.block_bytes // 4} + columns"
