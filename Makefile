@@ -15,21 +15,25 @@ ARGS   ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 STAMP  := $(VENV)/stamp
 # The requirement is part of the name, so that asking for another torch installs it.
 TORCH_STAMP := $(STAMP)/torch-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 
+# Most of what is installed is never imported; what is imported is compiled then, and kept.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread per rank: two ranks on two cores otherwise fight over both.
 export OMP_NUM_THREADS ?= 1
 # Type checking runs on the node that the dev extra installs, whatever the system has.
 export PYRIGHT_PYTHON_GLOBAL_NODE ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint
+.PHONY: help setup demo test lint
 
 help:
 	@sed -n '1,7s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)/dev
 
 demo: $(STAMP)/hf
 	$(BIN)/torchrun --nproc-per-node $(NPROC) examples/finetune_smollm2.py $(ARGS)
@@ -70,5 +74,5 @@ $(STAMP)/compiler: | $(STAMP)/venv
 $(STAMP)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'zerofx needs Python 3.11 or newer: add PYTHON=/path/to/python3.11' >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	@mkdir -p $(STAMP) && touch $@

@@ -60,7 +60,7 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "compile the model, and not the loop around it; or take full values: "
             "param.full_tensor()",
         )
-    written = args[0] if _writes_first(op) else kwargs.get("out")
+    written = args[0] if writes_first_alone(op) else kwargs.get("out")
     if isinstance(written, DTensor):
         refuse_own(op, written, args, kwargs)
         return _write_rows(op, args, kwargs)
@@ -112,7 +112,7 @@ def _of_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return op(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
 
 
-def _writes_first(op: Any) -> bool:
+def writes_first_alone(op: Any) -> bool:
     """Whether `op` writes to its first operand, and to no other."""
     return [at for at, given in enumerate(op._schema.arguments) if given.is_write] == [0]
 
@@ -120,7 +120,7 @@ def _writes_first(op: Any) -> bool:
 def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let `op` write to the whole of an operand, its first or `out`, of which ranks take rows."""
     by_name = isinstance(kwargs.get("out"), DTensor)
-    if not by_name and not _writes_first(op):
+    if not by_name and not writes_first_alone(op):
         return NotImplemented
     written: DTensor = kwargs["out"] if by_name else args[0]
     draws = torch.Tag.nondeterministic_seeded in op.tags

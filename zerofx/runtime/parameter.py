@@ -102,7 +102,7 @@ class Sharded(DTensor):
         if trains and self.is_leaf:
             return found
         seen = found if trains else found.detach()
-        if self._is_seen_by(found):
+        if self._is_seen_by(seen):  # torch 2.14 adds up, in `detach`, what ranks have parts of
             return _writable(seen, Sharded)
         copied = _writable(seen.clone(), Copied)
         copied._whole, copied._view = self, view

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
 from zerofx.runtime.collectives import broadcast
+from zerofx.runtime.dtensor_rules import answer_libraries
 from zerofx.runtime.host_memory import keep_freed_memory
 from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
@@ -80,6 +81,7 @@ def shard_model(
         if not olds:
             raise ShardingError(f"{type(model).__name__} has no parameters", "compile it as it is")
         least = config.least_sharded(param.numel() for param in olds.values())
+        answer_libraries()
         session = Session(config, materialise.device_of(model), least)
     elif session.config != config:
         raise ShardingError(

@@ -5,7 +5,7 @@ Modules: answers, backwards, captured, compiler, conjugates, distributed, extrem
 given, handlers, joint, nccl, profiling, reductions, sequences, tensors, turns.
 """
 
-from zerofx.torch_private.answers import answer_operations
+from zerofx.torch_private.answers import answer_operations, answer_other_libraries
 from zerofx.torch_private.backwards import (
     adds_to_grad,
     backward_id,
@@ -134,6 +134,7 @@ __all__ = [
     "all_positions",
     "answer_collectives",
     "answer_operations",
+    "answer_other_libraries",
     "backend_of",
     "backward_id",
     "before_forwards",

@@ -22,10 +22,18 @@ _UPDATES = (
 _TORCHS = ("_amp_", "_foreach_", "_fused_", "_local_scalar_dense", "alias", "detach", "is_", "lift")
 """How the names of operations begin that are none of the user's, or have no values."""
 
+_TORCHS_LIBRARIES = (
+    *("_c10d_", "_dtensor", "_quantized", "aten", "c10d", "fsdp", "inductor", "mkldnn", "onednn"),
+    *("prims", "profiler", "quantized", "static_runtime", "streams", "symm_mem", "zerofx"),
+)
+"""How the names of libraries begin whose operations know `DTensor`s, or never meet one."""
 
-def answer_operations(
-    mixed: Handler, whole: Handler, made: Callable[[Any, Any, Sequence[Tensor]], None]
-) -> None:
+
+Made = Callable[[Any, Any, Sequence[Tensor]], None]
+"""Takes an operation, what it gave, and its operands."""
+
+
+def answer_operations(mixed: Handler, whole: Handler, made: Made) -> None:
     """Have callbacks do what torch's `DTensor` leaves undone; they may answer `NotImplemented`.
 
     Args:
@@ -47,12 +55,19 @@ def answer_operations(
     HANDLERS[torch.ops.aten._foreach_norm.Scalar] = norm
 
 
+def answer_other_libraries(mixed: Handler, whole: Handler, made: Made) -> None:
+    """The same for operations of libraries that have been imported since this was called last."""
+    for op in _operations_of_others():
+        if op not in HANDLERS:
+            HANDLERS[op] = _answering(op, torchs_way, mixed, whole, made)
+
+
 def _answering(
     op: Any,
     otherwise: Handler,
     mixed: Handler,
     whole: Handler,
-    made: Callable[[Any, Any, Sequence[Tensor]], None],
+    made: Made,
 ) -> Handler:
     dispatcher, writes = DTensor._op_dispatcher, op._schema.is_mutable
     updates = op._schema.name.removeprefix("aten::") in _UPDATES
@@ -99,11 +114,23 @@ def _by_rule(
 
 
 def _operations() -> Iterator[Any]:
+    for space, name, overload in _names():
+        if space == "aten" and not name.startswith(_TORCHS):
+            yield getattr(getattr(torch.ops.aten, name), overload)
+
+
+def _operations_of_others() -> Iterator[Any]:
+    for space, name, overload in _names():
+        if not space.startswith(_TORCHS_LIBRARIES):
+            yield getattr(getattr(getattr(torch.ops, space), name), overload)
+
+
+def _names() -> Iterator[tuple[str, str, str]]:
+    """Library, name and overload of every operation."""
     for full_name in torch._C._dispatch_get_all_op_names():
         space, _, name = full_name.partition("::")
         name, _, overload = name.partition(".")
-        if space == "aten" and not name.startswith(_TORCHS):
-            yield getattr(getattr(torch.ops.aten, name), overload or "default")
+        yield space, name, overload or "default"
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
