@@ -64,7 +64,10 @@ answer_operations(with_plain, of_whole, like_a_parameter)
 
 
 def answer_libraries() -> None:
-    """The same for operations of libraries that have been imported by now."""
+    """Let operations of libraries that have been imported by now take sharded tensors, too.
+
+    Those that write to more than their first operand are refused, with `UnsupportedError`.
+    """
     answer_other_libraries(_or_refuse(with_plain), _or_refuse(of_whole), like_a_parameter)
 
 
@@ -74,7 +77,7 @@ def _or_refuse(answer: Callable[..., Any]) -> Callable[..., Any]:
             found = answer(op, args, kwargs)
             return found if found is NotImplemented or op._schema.returns else None
         raise UnsupportedError(
-            f"{op} writes to several tensors, of which some are sharded, and torch has no rule for "
+            f"{op} writes to its operands, of which some are sharded, and torch has no rule for "
             "how rows go through it",
             "zerofx.OwnerOptimizer(params, its class, lr=…), if it is the step of an optimizer: "
             "that works on whole tensors, of which each rank owns some (docs/owners.md); or give "
