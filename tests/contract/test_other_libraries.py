@@ -6,6 +6,7 @@ torch has no rule for how rows go through them, and says so without saying what 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +46,11 @@ def momentum_step(value: Tensor, grad: Tensor, sums: Tensor, lr: float) -> None:
 class Momentum(Optimizer):
     """As those of bitsandbytes: its step is one operation, which writes to several tensors."""
 
-    def __init__(self, params: object, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]

@@ -7,7 +7,7 @@ them together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "compile the model, and not the loop around it; or take full values: "
             "param.full_tensor()",
         )
-    written = args[0] if writes_first_alone(op) else kwargs.get("out")
+    written = args[0] if _writes_first(op) else kwargs.get("out")
     if isinstance(written, DTensor):
         refuse_own(op, written, args, kwargs)
         return _write_rows(op, args, kwargs)
@@ -90,6 +90,28 @@ def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_tensors(laid_out, _of_full_values(op, args, kwargs))
 
 
+def of_library(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """`answer`, one of the above, for operations of other libraries.
+
+    Raises:
+        UnsupportedError: one writes to more than its first operand.
+    """
+
+    def answer_or_refuse(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op._schema.is_mutable and not _writes_first(op) and ours_in((args, kwargs)):
+            raise UnsupportedError(
+                f"{op} writes to its operands, of which some are sharded, and torch has no rule "
+                "for how rows go through it",
+                "zerofx.OwnerOptimizer(params, its class, lr=…), if it is the step of an "
+                "optimizer: that works on whole tensors, of which each rank owns some "
+                "(docs/owners.md); or give it value.full_tensor(), or this rank's rows: "
+                "value.to_local()",
+            )
+        return answer(op, args, kwargs)
+
+    return answer_or_refuse
+
+
 def like_a_parameter(op: Any, found: Any, given: Sequence[Tensor]) -> None:
     """Let writes to what was computed arrive, and gradients of parameters be rows."""
     sharded = [value for value in given if isinstance(value, Sharded)]
@@ -112,7 +134,7 @@ def _of_full_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return op(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
 
 
-def writes_first_alone(op: Any) -> bool:
+def _writes_first(op: Any) -> bool:
     """Whether `op` writes to its first operand, and to no other."""
     return [at for at, given in enumerate(op._schema.arguments) if given.is_write] == [0]
 
@@ -120,7 +142,7 @@ def writes_first_alone(op: Any) -> bool:
 def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let `op` write to the whole of an operand, its first or `out`, of which ranks take rows."""
     by_name = isinstance(kwargs.get("out"), DTensor)
-    if not by_name and not writes_first_alone(op):
+    if not by_name and not _writes_first(op):
         return NotImplemented
     written: DTensor = kwargs["out"] if by_name else args[0]
     draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -139,7 +161,8 @@ def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = lay_out(written, whole)
     if has_parts(written):
         return write_parts(op, written, value)
-    return written.copy_(as_rows(written, value))
+    written.copy_(as_rows(written, value))
+    return written if op._schema.returns else None
 
 
 def _of_first_rank(like: DTensor, whole: Tensor) -> DTensor:

@@ -7,7 +7,6 @@ Importing this module registers all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.answers import (
     like_a_parameter,
+    of_library,
     of_whole,
     ours_in,
     with_plain,
-    writes_first_alone,
 )
 from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import note_cleared
@@ -64,27 +63,8 @@ answer_operations(with_plain, of_whole, like_a_parameter)
 
 
 def answer_libraries() -> None:
-    """Let operations of libraries that have been imported by now take sharded tensors, too.
-
-    Those that write to more than their first operand are refused, with `UnsupportedError`.
-    """
-    answer_other_libraries(_or_refuse(with_plain), _or_refuse(of_whole), like_a_parameter)
-
-
-def _or_refuse(answer: Callable[..., Any]) -> Callable[..., Any]:
-    def or_refuse(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if writes_first_alone(op) or not op._schema.is_mutable or not ours_in((args, kwargs)):
-            found = answer(op, args, kwargs)
-            return found if found is NotImplemented or op._schema.returns else None
-        raise UnsupportedError(
-            f"{op} writes to its operands, of which some are sharded, and torch has no rule for "
-            "how rows go through it",
-            "zerofx.OwnerOptimizer(params, its class, lr=…), if it is the step of an optimizer: "
-            "that works on whole tensors, of which each rank owns some (docs/owners.md); or give "
-            "it value.full_tensor(), or this rank's rows: value.to_local()",
-        )
-
-    return or_refuse
+    """Let operations of libraries that have been imported by now take sharded tensors, too."""
+    answer_other_libraries(of_library(with_plain), of_library(of_whole), like_a_parameter)
 
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

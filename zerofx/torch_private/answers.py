@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.torch_private.backwards import inside_graph
 from zerofx.torch_private.foreach import lies_as
-from zerofx.torch_private.handlers import HANDLERS, Handler, added_up, has_parts, torchs_way
+from zerofx.torch_private.handlers import (
+    HANDLERS,
+    Handler,
+    added_up,
+    has_parts,
+    operation,
+    operation_names,
+    torchs_way,
+)
 
 _UPDATES = (
     *("add_", "addcdiv_", "addcmul_", "copy_", "div_", "eq_", "ge_", "gt_", "le_", "lerp_"),
@@ -27,7 +35,6 @@ _TORCHS_LIBRARIES = (
     *("prims", "profiler", "quantized", "static_runtime", "streams", "symm_mem", "zerofx"),
 )
 """How the names of libraries begin whose operations know `DTensor`s, or never meet one."""
-
 
 Made = Callable[[Any, Any, Sequence[Tensor]], None]
 """Takes an operation, what it gave, and its operands."""
@@ -114,23 +121,15 @@ def _by_rule(
 
 
 def _operations() -> Iterator[Any]:
-    for space, name, overload in _names():
-        if space == "aten" and not name.startswith(_TORCHS):
-            yield getattr(getattr(torch.ops.aten, name), overload)
+    for library, name, overload in operation_names():
+        if library == "aten" and not name.startswith(_TORCHS):
+            yield operation(library, name, overload)
 
 
 def _operations_of_others() -> Iterator[Any]:
-    for space, name, overload in _names():
-        if not space.startswith(_TORCHS_LIBRARIES):
-            yield getattr(getattr(getattr(torch.ops, space), name), overload)
-
-
-def _names() -> Iterator[tuple[str, str, str]]:
-    """Library, name and overload of every operation."""
-    for full_name in torch._C._dispatch_get_all_op_names():
-        space, _, name = full_name.partition("::")
-        name, _, overload = name.partition(".")
-        yield space, name, overload or "default"
+    for library, name, overload in operation_names():
+        if not library.startswith(_TORCHS_LIBRARIES):
+            yield operation(library, name, overload)
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 
-from zerofx.torch_private.handlers import HANDLERS
+from zerofx.torch_private.handlers import HANDLERS, operation, operation_names
 
 _BOUNDS = {
     "maximum": "clamp_min",
@@ -58,10 +58,9 @@ def foreach_by_default(*kinds: type[DTensor]) -> None:
 
 
 def _ops(prefix: str) -> Iterator[tuple[str, Any]]:
-    for full_name in torch._C._dispatch_get_all_op_names():
-        name, _, overload = full_name.removeprefix("aten::").partition(".")
-        if name.startswith(prefix) and not overload.endswith("out"):
-            yield name, getattr(getattr(torch.ops.aten, name), overload or "default")
+    for library, name, overload in operation_names():
+        if library == "aten" and name.startswith(prefix) and not overload.endswith("out"):
+            yield name, operation(library, name, overload)
 
 
 def _in_place(prefix: str) -> Iterator[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -21,6 +22,19 @@ def torchs_way(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     finally:
         if handler is not None:
             HANDLERS[op] = handler
+
+
+def operation_names() -> Iterator[tuple[str, str, str]]:
+    """Library, name and overload of every operation there is."""
+    for full_name in torch._C._dispatch_get_all_op_names():
+        library, _, name = full_name.partition("::")
+        name, _, overload = name.partition(".")
+        yield library, name, overload or "default"
+
+
+def operation(library: str, name: str, overload: str) -> Any:
+    """The operation of these names."""
+    return getattr(getattr(getattr(torch.ops, library), name), overload)
 
 
 def has_parts(value: Any) -> bool:
