@@ -109,6 +109,23 @@ def _edited(weight: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{kind}: {name}", made
 
 
+SEVERAL: dict[str, Callable[..., Any]] = {
+    "sorted": lambda w, out: torch.sort(w, 0, out=out),
+    "sorted plain": lambda w, out: torch.sort(torch.arange(91.0).view(13, 7).flip(0), 0, out=out),
+    "largest": lambda w, out: torch.topk(w, 13, 0, out=out),
+}
+
+
+def _written_together(weight: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, write in SEVERAL.items():
+        for places in (torch.empty_like(weight, dtype=torch.long), torch.empty(13, 7).long()):
+            values = torch.zeros_like(weight)
+            with torch.no_grad():
+                write(weight, (values, places))
+            yield f"{name}: values", values
+            yield f"{name}: places", places
+
+
 def _masks() -> None:
     model = net()
     plain = copy.deepcopy(model)
@@ -117,6 +134,9 @@ def _masks() -> None:
         weight.grad = weight.detach() * 2
     pairs = zip(_edited(model.first.weight), _edited(plain.first.weight), strict=True)
     for (name, ours), (_, theirs) in pairs:
+        assert torch.equal(full(ours), theirs), name
+    both = map(_written_together, (model.first.weight, plain.first.weight))
+    for (name, ours), (_, theirs) in zip(*both, strict=True):
         assert torch.equal(full(ours), theirs), name
 
 

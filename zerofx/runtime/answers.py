@@ -60,9 +60,10 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "compile the model, and not the loop around it; or take full values: "
             "param.full_tensor()",
         )
-    written = args[0] if _writes_first(op) else kwargs.get("out")
-    if isinstance(written, DTensor):
-        refuse_own(op, written, args, kwargs)
+    written = ours_in(_written(op, args, kwargs))
+    for value in written:
+        refuse_own(op, value, args, kwargs)
+    if written:
         return _write_rows(op, args, kwargs)
     found = _of_full_values(op, args, kwargs)
     if trains and any(value.is_floating_point() for value in tensors_in(found)):
@@ -139,30 +140,53 @@ def _writes_first(op: Any) -> bool:
     return [at for at, given in enumerate(op._schema.arguments) if given.is_write] == [0]
 
 
+def _by_name(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [given.name for given in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The operands that `op` writes to: tensors, and lists of them."""
+    operands = _by_name(op, args, kwargs)
+    names = [given.name for given in op._schema.arguments if given.is_write]
+    return {name: operands[name] for name in names if name in operands}
+
+
 def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let `op` write to the whole of an operand, its first or `out`, of which ranks take rows."""
-    by_name = isinstance(kwargs.get("out"), DTensor)
-    if not by_name and not _writes_first(op):
+    """Let `op` write to wholes of what it writes to, of which ranks take their rows."""
+    written = _written(op, args, kwargs)
+    if len(op._schema.returns) not in (0, len(written)):  # it gives something else
         return NotImplemented
-    written: DTensor = kwargs["out"] if by_name else args[0]
     draws = torch.Tag.nondeterministic_seeded in op.tags
-    if by_name or draws:  # nothing stays of what is there
-        whole = torch.empty(written.shape, dtype=written.dtype, device=written.device)
-    else:
-        whole = full(written.detach())
-    if by_name:
-        kwargs = {**kwargs, "out": whole}
-    else:
-        args = (whole, *args[1:])
-    _of_full_values(op, args, kwargs)
-    if whole.shape != written.shape:
+    anew = draws or all(given.is_out for given in op._schema.arguments if given.is_write)
+    wholes: list[tuple[DTensor, Tensor]] = []
+
+    def whole_of(value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        wholes.append((value, _empty(value) if anew else full(value.detach())))
+        return wholes[-1][1]
+
+    operands = _by_name(op, args, kwargs) | map_tensors(whole_of, written)
+    _of_full_values(op, (), operands)
+    if any(whole.shape != value.shape for value, whole in wholes):
         return NotImplemented
-    lay_out = _of_first_rank if draws else everywhere
-    value = lay_out(written, whole)
+    for value, whole in wholes:
+        _take_rows(op, value, (_of_first_rank if draws else everywhere)(value, whole))
+    found = tuple(written.values())
+    return None if not op._schema.returns else found if len(found) > 1 else found[0]
+
+
+def _take_rows(op: Any, written: DTensor, value: DTensor) -> None:
     if has_parts(written):
-        return write_parts(op, written, value)
-    written.copy_(as_rows(written, value))
-    return written if op._schema.returns else None
+        write_parts(op, written, value)
+    else:
+        written.copy_(as_rows(written, value))
+
+
+def _empty(like: DTensor) -> Tensor:
+    """Of a whole of which nothing stays."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _of_first_rank(like: DTensor, whole: Tensor) -> DTensor:
