@@ -15,7 +15,6 @@ from zerofx.cost.memory import (
     MIXED_ADAM,
     PSI,
     W,
-    evaluate,
     formula,
     states,
     wire_formula,
@@ -42,7 +41,8 @@ TABLE_1 = {
 
 
 def _gigabytes(stage: int, num_params: float, num_ranks: int) -> float:
-    return evaluate(formula(stage, MIXED_ADAM).total, num_params, num_ranks) / 1e9
+    total = formula(stage, MIXED_ADAM).total
+    return float(total.subs({PSI: num_params, W: num_ranks})) / 1e9
 
 
 def test_figure_1_of_the_paper() -> None:

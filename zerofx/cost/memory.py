@@ -92,11 +92,6 @@ def formula(stage: int, precision: Precision, per_node: int = 0, copy_bytes: Any
     )
 
 
-def evaluate(expression: Any, num_params: float, num_ranks: int) -> float:
-    """The value of an expression in Ψ and W."""
-    return float(expression.subs({PSI: num_params, W: num_ranks}))
-
-
 def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
     """Bytes on the rank that holds most (the first), padding included, after a backward.
 

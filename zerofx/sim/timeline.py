@@ -65,7 +65,6 @@ class Timeline:
         exposed: for each wait at which compute stops, how long.
         seconds: when the last of both streams is done.
         peak_bytes: most bytes of values that the program itself made, live at once.
-        peak_at: the node that reaches them.
     """
 
     spans: tuple[Span, ...]
@@ -73,7 +72,6 @@ class Timeline:
     exposed: tuple[tuple[fx.Node, float], ...]
     seconds: float
     peak_bytes: int
-    peak_at: fx.Node | None
 
     @property
     def exposed_seconds(self) -> float:
@@ -172,8 +170,8 @@ def simulate(
         cores.take(node, took, coding)
         if not host.runs_ahead:
             launched = now
-    peak, where = _peak(program)
-    return Timeline(tuple(spans), issued, tuple(exposed), max(now, link_free), peak, where)
+    seconds = max(now, link_free)
+    return Timeline(tuple(spans), issued, tuple(exposed), seconds, _peak_bytes(program))
 
 
 def _seconds(node: fx.Node, compute: Seconds, link: Seconds) -> float:
@@ -200,7 +198,7 @@ def _lost(took: float, busy: float, contention: float) -> float:
     return busy * contention
 
 
-def _peak(program: Program) -> tuple[int, fx.Node | None]:
+def _peak_bytes(program: Program) -> int:
     """Most bytes live at once, of values that the program makes."""
     owner: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, fx.Node] = {}
@@ -216,16 +214,15 @@ def _peak(program: Program) -> tuple[int, fx.Node | None]:
     for value, reader in last.items():
         if not is_call(value, UNSHARD_START, UNSHARD_WAIT):
             dying.setdefault(reader, []).append(value)
-    live, peak, where = 0, 0, None
+    live = peak = 0
     for node in program.graph.nodes:
         live += size.get(node, 0)
-        if live > peak:
-            peak, where = live, node
+        peak = max(peak, live)
         if is_call(node, FREE):
             live -= program.full_bytes(node)
         if node.op != "output":
             live -= sum(size.get(value, 0) for value in dying.get(node, ()))
-    return peak, where
+    return peak
 
 
 def _own_bytes(program: Program, node: fx.Node) -> int:
