@@ -239,6 +239,7 @@ def _write_back(values: dict[ParamState, tuple[Tensor, Tensor]]) -> None:
         if is_edited:
             state.shard.copy_(shard)
             state.dirty = True
+            state.num_updates += 1
 
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import zerofx
 from tests.contract.loops import compiled, data, net
@@ -35,6 +38,50 @@ def test_backward_refuses_other_weights_than_its_forward_read(stage: int, foreac
     for said in run_ranks(2, _steps_between, stage, foreach):
         assert "between a forward and its backward" in said and "last.weight" in said
         assert "first.weight" not in said  # whose values no gradient depends on
+
+
+def _plus_one(values: dict[str, Tensor]) -> None:
+    for value in values.values():
+        value.add_(1)
+
+
+def _through_unshard(model: nn.Module) -> None:
+    with zerofx.unshard(model) as values:
+        _plus_one(values)
+
+
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "data": lambda model: setattr(model.last.weight, "data", 2 * model.last.weight.data),
+    "in place": lambda model: model.last.weight.mul_(2),
+    "rows": lambda model: model.last.weight[1].zero_(),
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 2.0),
+    "state dict": lambda model: model.load_state_dict(net().state_dict()),
+    "vector": lambda model: vector_to_parameters(
+        2 * parameters_to_vector(model.parameters()), model.parameters()
+    ),
+    "unshard": _through_unshard,
+}
+
+
+def _edits_between(stage: int) -> None:
+    """Refused by zerofx, or by torch, which sees writes to rows; at no stage a wrong gradient."""
+    model = net()
+    run = compiled(model, stage)
+    run(*data(0)).backward()
+    for edit in EDITS.values():
+        first, second = run(*data(0)), run(*data(1))
+        with torch.no_grad():
+            edit(model)
+        third = run(*data(1))
+        for loss in (first, second):
+            with pytest.raises((UnsupportedError, RuntimeError), match=r"last\.weight|inplace"):
+                loss.backward()
+        third.backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_edits_between_a_forward_and_its_backward(stage: int) -> None:
+    run_ranks(2, _edits_between, stage)
 
 
 def _saves_between(stage: int, folder: Path) -> None:

@@ -62,21 +62,22 @@ def take_shards(
 
 
 def _unchanged(params: Sequence[DTensor], saved: Collection[str]) -> Callable[[], None]:
-    """What refuses a backward if an optimizer updated parameters that it reads since now.
+    """What refuses a backward if parameters that it reads got other values since now.
 
     Autograd looks at local tensors, which operations on a `DTensor` do not count as written.
     """
     owners = filter(None, map(owner_of, params))
-    then = [(one.state, one.state.num_updates) for one in owners if one.state.spec.name in saved]
+    then = [(one.state, one.state.num_edits()) for one in owners if one.state.spec.name in saved]
 
     def refuse() -> None:
-        updated = [state.spec.name for state, number in then if state.num_updates != number]
-        if updated:
+        edited = [state.spec.name for state, number in then if state.num_edits() != number]
+        if edited:
             raise UnsupportedError(
-                "an optimizer updated parameters between a forward and its backward, which reads "
-                "them",
-                "call backward() before optimizer.step(), or run the forward again after it",
-                updated,
+                "an optimizer, or the loop, gave parameters other values between a forward and its "
+                "backward, which reads them",
+                "call backward() before optimizer.step() or the edit, or run the forward again "
+                "after it",
+                edited,
             )
 
     return refuse

@@ -28,7 +28,7 @@ from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
-from zerofx.runtime.params import params_of
+from zerofx.runtime.params import ParamState, params_of
 from zerofx.sharding.old_handles import cut_state
 from zerofx.sharding.rows import cut
 from zerofx.sharding.stale import StaleParameter
@@ -94,6 +94,8 @@ def _checked(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], A
 def _check(optimizer: Optimizer) -> None:
     """Refuse what the optimizer is about to apply, if it would train wrongly."""
     params = params_of(optimizer)
+    for state in _written_idly(optimizer, params):
+        state.idle_step_begins()
     by_rows = not isinstance(optimizer, OwnerOptimizer)
     if by_rows and any(isinstance(param, DTensor) for param in params):
         cut_state(optimizer, states_by_param(), cut)
@@ -111,6 +113,8 @@ def _check(optimizer: Optimizer) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params, applies = params_of(optimizer), _applies(optimizer)
+    for state in _written_idly(optimizer, params):
+        state.idle_step_ends()
     for session in live_sessions():
         session.optimizer_stepped(params, applies=applies)
         if session.config.grad_dtype is not None:
@@ -120,6 +124,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _applies(optimizer: Optimizer) -> bool:
     """With learning rates of zero torch makes optimizer state before a checkpoint is loaded."""
     return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
+
+
+def _written_idly(optimizer: Optimizer, params: list[Tensor]) -> list[ParamState]:
+    """What the optimizer writes the values to that are there."""
+    if _applies(optimizer):
+        return []
+    known = states_by_param()
+    return [known[id(param)] for param in params if id(param) in known]
 
 
 def _refuse_unreduced(params: list[Tensor]) -> None:

@@ -57,7 +57,7 @@ class ParamState:
             copy, apart from the resident one, which may be gone until the next gather. `None` for
             replicated parameters, and for sharded ones that `.to()` moved.
         dirty: the shard changed since the resident copy was gathered.
-        num_updates: by optimizers.
+        num_updates: that leave no trace in the parameter's version: by optimizers, among others.
         local_sum: full local gradients that are not exchanged yet.
     """
 
@@ -73,6 +73,7 @@ class ParamState:
         self.buffer = buffer
         self.dirty = False
         self.num_updates = 0
+        self._num_idle = self._before_idle = 0
         self.local_sum = LocalSum(param, spec.name)
         self._seen = self.versions()
         vars(param)[OWNER] = Owner(self)
@@ -154,6 +155,18 @@ class ParamState:
             return None
         start = self.domain.shard_rank * self.chunk_numel if self.spec.layout.resident else 0
         return self.buffer.narrow(0, start, self.chunk_numel)
+
+    def idle_step_begins(self) -> None:
+        """An optimizer whose rate is zero is about to write the values that are there."""
+        self._before_idle = self.param._version
+
+    def idle_step_ends(self) -> None:
+        """It has done so, if it has the parameter."""
+        self._num_idle += self.param._version - self._before_idle
+
+    def num_edits(self) -> int:
+        """How often the parameter got other values; writes to its `.data` are not among them."""
+        return self.num_updates + self.param._version - self._num_idle
 
     def versions(self) -> tuple[int, int, int]:
         """What differs after somebody edited the parameter, except through `.data`."""
