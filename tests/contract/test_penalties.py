@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
@@ -76,7 +77,27 @@ def _inner_step(model: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return F.linear(x, weight - 0.1 * grad).square().mean() + grad.norm()
 
 
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+WHOLE: dict[str, Callable[[Any], Tensor]] = {
+    "whole": lambda model: model.first.weight,
+    "whole of what is computed": lambda model: model.first.weight * 0.5,
+    "whole of a norm": lambda model: model.first.weight.norm(),
+    "whole of norms": lambda model: model.first.weight.norm(dim=0),
+    "whole transposed": lambda model: model.first.weight.t(),
+    "whole of rows": lambda model: model.first.weight[2:9],
+    "whole in a line": lambda model: model.first.weight.view(-1),
+    "whole of a product": lambda model: model.first.weight.t() @ model.first.weight,
+}
 PENALTIES: dict[str, Penalty] = {
+    **{
+        name: lambda model, x, tokens, part=part: (
+            _whole(part(model)).square().sum() * x.exp()
+        ).sum()
+        for name, part in WHOLE.items()
+    },
     "l2": lambda model, x, tokens: 0.1 * sum(p.pow(2).sum() for p in model.parameters()) + x.mean(),
     "l1 in place": _in_place,
     "started as a plain number": _started_plain,

@@ -113,7 +113,7 @@ def owners_in(roots: Iterable[nn.Module | None]) -> dict[int, tuple[str, ...]]:
     found: dict[int, dict[str, None]] = {}
     for root in roots:
         for module in root.modules() if root is not None else ():
-            for param in module.parameters(recurse=False):
+            for param in nn.Module.parameters(module, recurse=False):
                 found.setdefault(id(param), {})[type(module).__name__] = None
     return {param: tuple(names) for param, names in found.items()}
 

@@ -113,15 +113,13 @@ def of_library(answer: Callable[..., Any]) -> Callable[..., Any]:
     return answer_or_refuse
 
 
-def like_a_parameter(op: Any, found: Any, given: Sequence[Tensor]) -> None:
-    """Let writes to what was computed arrive, and gradients of parameters be rows."""
+def like_a_parameter(found: Any, given: Sequence[Tensor]) -> None:
+    """Let what was computed take writes and gradients as parameters do, whose own are rows."""
     sharded = [value for value in given if isinstance(value, Sharded)]
-    if not sharded or _are_traced(sharded):
+    if not sharded:
         return
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not _are_traced(sharded):
         _lay_out_gradients([value for value in sharded if value.is_leaf])
-        if op.is_view:  # of a parameter it may not be written to, in torch as here
-            return
     for value in tensors_in(found):
         if type(value) is DTensor:
             value.__class__ = Sharded

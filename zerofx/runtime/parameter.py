@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
@@ -22,6 +22,7 @@ from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, write_whole
 from zerofx.runtime.ownership import owner_of
 from zerofx.torch_private import (
+    added_up,
     fake_mode_of,
     inside_transform,
     local_part,
@@ -72,6 +73,16 @@ class Sharded(DTensor):
             return local.view_as(local)
         return super().to_local(grad_placements=grad_placements)
 
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole, on every rank; its gradient is the mean over ranks, as in a forward.
+
+        torch's takes for granted that all ranks compute the same with it.
+        """
+        if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
+            mean = [Partial("avg")] * self.device_mesh.ndim
+            return DTensor.full_tensor(added_up(self), grad_placements=mean)
+        return super().full_tensor(grad_placements=grad_placements)
+
     def detach(self) -> Tensor:
         """The same; `nn.Parameter(…)` asks for a value of the same class."""
         if torch.compiler.is_compiling():
@@ -100,7 +111,7 @@ class Sharded(DTensor):
         trains = found.requires_grad and torch.is_grad_enabled()
         # With autograd no view of a parameter may be written to, in torch as here.
         if trains and self.is_leaf:
-            return found
+            return _writable(found, Sharded)
         seen = found if trains else found.detach()
         if self._is_seen_by(seen):  # torch 2.14 adds up, in `detach`, what ranks have parts of
             return _writable(seen, Sharded)
@@ -152,10 +163,7 @@ class ShardedParameter(Sharded):
     """A parameter."""
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole, on every rank; its gradient is the mean over ranks, as in a forward.
-
-        torch's takes for granted that all ranks compute the same with it.
-        """
+        """The same, gathered as in a forward."""
         owner = owner_of(self)
         trains = self.requires_grad and torch.is_grad_enabled() and grad_placements is None
         if owner is None or not trains:

@@ -73,7 +73,7 @@ from zerofx.torch_private.given import (
     mix_while_tracing,
     stop_mixing,
 )
-from zerofx.torch_private.handlers import has_parts, torchs_way, without_parts
+from zerofx.torch_private.handlers import added_up, has_parts, torchs_way, without_parts
 from zerofx.torch_private.joint import (
     dynamo_input_of,
     inputs_written,
@@ -129,6 +129,7 @@ __all__ = [
     "DispatchMode",
     "DynamoStartsAgain",
     "FakeMode",
+    "added_up",
     "adds_to_grad",
     "all_gather_flat",
     "all_positions",

@@ -36,7 +36,7 @@ _TORCHS_LIBRARIES = (
 )
 """How the names of libraries begin whose operations know `DTensor`s, or never meet one."""
 
-Made = Callable[[Any, Any, Sequence[Tensor]], None]
+Made = Callable[[Any, Sequence[Tensor]], None]
 """Takes an operation, what it gave, and its operands."""
 
 
@@ -48,7 +48,7 @@ def answer_operations(mixed: Handler, whole: Handler, made: Made) -> None:
             several elements, or gradients are wanted.
         whole: the same, where torch has no rule for an operation or for how operands lie, and where
             one draws random numbers, which by torch's rules are the same for the rows of all ranks.
-        made: called with an operation, what it gave, and its operands.
+        made: called with what an operation gave, and its operands.
     """
     for op in _operations():
         HANDLERS[op] = _answering(op, HANDLERS.get(op, torchs_way), mixed, whole, made)
@@ -56,7 +56,7 @@ def answer_operations(mixed: Handler, whole: Handler, made: Made) -> None:
 
     def norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = norms(op, args, kwargs)
-        made(op, found, args[0])
+        made(found, args[0])
         return found
 
     HANDLERS[torch.ops.aten._foreach_norm.Scalar] = norm
@@ -102,7 +102,7 @@ def _answering(
             found = whole(op, args, kwargs)
         if found is NotImplemented:
             found = _by_rule(op, args, kwargs, otherwise, whole)
-        made(op, found, given)
+        made(found, given)
         return found
 
     return answer

@@ -163,7 +163,7 @@ def _shared(model: nn.Module) -> set[int]:
     seen: set[int] = set()
     twice: set[int] = set()
     for module in model.modules():
-        for param in module.parameters(recurse=False):
+        for param in nn.Module.parameters(module, recurse=False):
             (twice if id(param) in seen else seen).add(id(param))
     return twice
 
