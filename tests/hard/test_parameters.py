@@ -242,3 +242,33 @@ def _penalty_outside(stage: int) -> None:
 @pytest.mark.parametrize("job", [_penalty_inside, _penalty_outside])
 def test_l2_penalty_over_parameters(job: object, stage: int) -> None:
     run_ranks(2, job, stage)  # pyright: ignore[reportArgumentType]
+
+
+class Learner(nn.Module):
+    """As MAML's: what `parameters` takes and gives is the model's own affair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vars = nn.ParameterList([nn.Parameter(draw(5, 4, seed=7)), nn.Parameter(draw(5))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.vars[0], self.vars[1]).square().mean()
+
+    def parameters(self) -> nn.ParameterList:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.vars
+
+
+def _learns() -> None:
+    model = Learner()
+    run = torch.compile(model, backend="zero3", options=EAGER)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        losses.append(run(draw(3, 4)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_parameters_by_a_method_of_the_models_own() -> None:
+    run_ranks(2, _learns)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.hard.pair import EAGER, STAGES
+from tests.hard.pair import EAGER, STAGES, full, same
 from tests.ranks import run_ranks
 
 
@@ -115,3 +117,67 @@ def _sparse(stage: int) -> str:
 def test_sparse_gradients_are_refused_by_name(stage: int) -> None:
     for message in run_ranks(2, _sparse, stage):
         assert "sparse" in message and "0.weight" in message, message
+
+
+class Counts(nn.Module):
+    """Adds up what it sees, as running losses and scales of averages are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.sum())  # pyright: ignore[reportCallIssue]
+        return self.linear(x).sum()
+
+
+def test_numbers_that_torch_forgets_to_write() -> None:
+    """torch before 2.15 compiles, and leaves them as they were."""
+    (message,) = run_ranks(1, _refused, Counts, "", 3)
+    assert "total" in message if torch.__version__ < "2.15" else not message
+
+
+def _put() -> str:
+    model = nn.Linear(6, 4)
+    run: Any = torch.compile(model, backend="zero3", options=EAGER)
+    run(torch.ones(3, 6))
+    values = {f"_orig_mod.{name}": 0.9 * param for name, param in model.named_parameters()}
+    with pytest.raises(Exception, match="functional_call") as error:
+        torch.func.functional_call(run, values, (torch.ones(3, 6),))
+    return str(error.value)
+
+
+def test_other_tensors_in_the_place_of_parameters() -> None:
+    for message in run_ranks(2, _put):
+        assert "in the place of parameters" in message, message
+
+
+class Given(nn.Module):
+    """As MAML's learners: a weight of its own, or one that the loop computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 6))
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight if weight is None else weight).square().mean()
+
+
+def _given() -> str:
+    model = Given()
+    run = torch.compile(model, backend="zero3", options=EAGER)
+    x = torch.full((3, 6), dist.get_rank() + 1.0)
+    run(x).backward()
+    before = full(model.weight.grad)
+    with pytest.raises(Exception, match="full_tensor") as error:
+        run(x, model.weight * 0.5)
+    whole: Any = model.weight * 0.5
+    run(x, whole.full_tensor()).backward()
+    same(full(model.weight.grad), 1.25 * before, "a quarter is added", 1e-6)
+    return str(error.value)
+
+
+def test_what_is_computed_from_parameters_given_to_a_forward() -> None:
+    for message in run_ranks(2, _given):
+        assert "L_weight_" in message, message

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ from zerofx.torch_private import (
     ends_where_data_is_assigned,
     is_checkpoint_call,
     is_dtensor_call,
+    loses_numbers,
     memory_of,
 )
 
@@ -31,14 +33,14 @@ Parameters = dict[fx.Node, ParamSpec]
 
 
 def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
-    """Refuse in-place operations on parameters, and sparse gradients of them.
+    """Refuse in-place operations on parameters, sparse gradients of them, and writes torch loses.
 
     Args:
         module: Dynamo's graph.
         params: parameters by input position.
 
     Raises:
-        UnsupportedError: names the parameters.
+        UnsupportedError: names the parameters, or the numbers.
     """
     written: list[str] = []
     sparse: list[str] = []
@@ -61,6 +63,40 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
             "build them with sparse=False",
             dict.fromkeys(sparse),
         )
+    if put := [str(each.target) for each in _put_in_place(module.graph, params)]:
+        raise UnsupportedError(
+            "other tensors were put in the place of parameters of what torch.compile returned",
+            "torch.func.functional_call(model, values, …) of the model itself, which runs op by op",
+            dict.fromkeys(put),
+        )
+    if loses_numbers() and (lost := [str(each.target) for each in _numbers_written(module.graph)]):
+        raise UnsupportedError(
+            "the compiled forward writes to numbers in float64 on a CPU, and torch before 2.15, "
+            "which takes them for Python's, never writes them back",
+            "give them a dimension, torch.zeros(1, dtype=torch.float64), or another dtype; or "
+            "assign them: self.total = self.total + value",
+            lost,
+        )
+
+
+def _put_in_place(graph: fx.Graph, params: dict[int, ParamSpec]) -> Iterator[fx.Node]:
+    """Inputs that modules read in the place of parameters."""
+    inputs = list(graph.find_nodes(op="placeholder"))
+    others = {node for place, node in enumerate(inputs) if place not in params}
+    read = [_parameter(node) for node in graph.nodes if is_call(node, UNSHARD)]
+    return (node for node in read if node in others)
+
+
+def _numbers_written(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if plain and _is_number_on_cpu(value) and _version(node) > 0:
+            yield node
+
+
+def _is_number_on_cpu(value: Tensor) -> bool:
+    return not value.ndim and value.dtype is torch.float64 and value.device.type == "cpu"
 
 
 def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, ParamSpec]) -> None:

@@ -36,7 +36,11 @@ def take_shards(
 
     Returns:
         Its inputs from now on, fake where they are shards; and what makes real ones of the old.
+
+    Raises:
+        UnsupportedError: others are computed from parameters.
     """
+    _refuse_computed(module.graph, inputs, params)
     graphs = list(graphs_with(module, params))
     whole = {spec.name for _, known in graphs for node, spec in known.items() if _reads_more(node)}
     places = [place for place, spec in params.items() if spec.name not in whole]
@@ -59,6 +63,25 @@ def take_shards(
         return found
 
     return taken, shards_of
+
+
+def _refuse_computed(graph: fx.Graph, inputs: Sequence[Any], params: dict[int, ParamSpec]) -> None:
+    """torch's fake of what is neither a leaf nor a view is a `DTensor`, whatever its class."""
+    computed = [
+        str(node.target)
+        for place, (node, value) in enumerate(
+            zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+        )
+        if place not in params and isinstance(value, Sharded)
+        if value.grad_fn is not None and not value._is_view()
+    ]
+    if computed:
+        raise UnsupportedError(
+            "the compiled model is given what the loop computed from its parameters, which is "
+            "sharded as they are",
+            "give it the whole, which gradients go through: value.full_tensor()",
+            computed,
+        )
 
 
 def _unchanged(params: Sequence[DTensor], saved: Collection[str]) -> Callable[[], None]:

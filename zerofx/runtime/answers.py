@@ -171,8 +171,8 @@ def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     for value, whole in wholes:
         _take_rows(op, value, (_of_first_rank if draws else everywhere)(value, whole))
-    found = tuple(written.values())
-    return None if not op._schema.returns else found if len(found) > 1 else found[0]
+    found = list(written.values()) if op._schema.returns else [None]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def _take_rows(op: Any, written: DTensor, value: DTensor) -> None:

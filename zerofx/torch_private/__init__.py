@@ -21,6 +21,7 @@ from zerofx.torch_private.captured import (
     frame_being_compiled,
     is_dtensor_call,
     is_to_local,
+    loses_numbers,
 )
 from zerofx.torch_private.compiler import (
     compile_for_sizes,
@@ -185,6 +186,7 @@ __all__ = [
     "local_parts",
     "looked_up",
     "lookup_seed_op",
+    "loses_numbers",
     "map_tensors",
     "memory_of",
     "min_cut",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx, nn
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import get_compilation_metrics
@@ -78,6 +79,11 @@ def _method(node: fx.Node) -> str:
 
 
 _DTENSOR_METHODS = ("to_local", "full_tensor", "redistribute")
+
+
+def loses_numbers() -> bool:
+    """Whether compiled code never writes to inputs without dimensions in float64 on a CPU."""
+    return torch.__version__ < "2.15"
 
 
 def ends_where_data_is_assigned(module: nn.Module | None) -> bool:
