@@ -47,11 +47,12 @@ def _retained(model: nn.Module, run: Any) -> list[Tensor]:
 
 
 def _edited(model: nn.Module, run: Any) -> list[Tensor]:
-    """As without zerofx's own memory, backward computes with the weight of its time."""
     loss = _loss(run)
     with torch.no_grad():
         model.get_parameter("2.0.weight").mul_(2.0)
-    loss.backward()
+    with pytest.raises(UnsupportedError, match="between a forward and its backward"):
+        loss.backward()
+    _loss(run).backward()
     return _gradients(model)
 
 

@@ -74,10 +74,7 @@ class Sharded(DTensor):
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole, on every rank; its gradient is the mean over ranks, as in a forward.
-
-        torch's takes for granted that all ranks compute the same with it.
-        """
+        """The whole; its gradient is the mean over ranks: torch takes them for alike."""
         if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
             mean = [Partial("avg")] * self.device_mesh.ndim
             return DTensor.full_tensor(added_up(self), grad_placements=mean)
@@ -109,11 +106,9 @@ class Sharded(DTensor):
             parts = enumerate(cast(tuple[Tensor, ...], found))
             return tuple(self._seen(part, lambda whole, i=i: view(whole)[i]) for i, part in parts)
         trains = found.requires_grad and torch.is_grad_enabled()
-        # With autograd no view of a parameter may be written to, in torch as here.
-        if trains and self.is_leaf:
-            return _writable(found, Sharded)
         seen = found if trains else found.detach()
-        if self._is_seen_by(seen):  # torch 2.14 adds up, in `detach`, what ranks have parts of
+        # Views of parameters are not written to; torch 2.14 adds up parts of ranks in `detach`.
+        if (trains and self.is_leaf) or self._is_seen_by(seen):
             return _writable(seen, Sharded)
         copied = _writable(seen.clone(), Copied)
         copied._whole, copied._view = self, view
