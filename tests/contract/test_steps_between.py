@@ -52,6 +52,7 @@ def _through_unshard(model: nn.Module) -> None:
 
 EDITS: dict[str, Callable[[Any], Any]] = {
     "data": lambda model: setattr(model.last.weight, "data", 2 * model.last.weight.data),
+    "what data shows": lambda model: model.last.weight.data.mul_(2),
     "in place": lambda model: model.last.weight.mul_(2),
     "rows": lambda model: model.last.weight[1].zero_(),
     "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 2.0),

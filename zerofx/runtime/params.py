@@ -165,7 +165,7 @@ class ParamState:
         self._num_idle += self.param._version - self._before_idle
 
     def num_edits(self) -> int:
-        """How often the parameter got other values; writes to its `.data` are not among them."""
+        """How often the parameter got other values, through its `.data`, too."""
         return self.num_updates + self.param._version - self._num_idle
 
     def versions(self) -> tuple[int, int, int]:
