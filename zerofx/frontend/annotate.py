@@ -113,6 +113,7 @@ def owners_in(roots: Iterable[nn.Module | None]) -> dict[int, tuple[str, ...]]:
     found: dict[int, dict[str, None]] = {}
     for root in roots:
         for module in root.modules() if root is not None else ():
+            # A module's own `parameters` may take nothing, and give what it likes.
             for param in nn.Module.parameters(module, recurse=False):
                 found.setdefault(id(param), {})[type(module).__name__] = None
     return {param: tuple(names) for param, names in found.items()}

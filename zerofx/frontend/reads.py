@@ -63,7 +63,7 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
             "build them with sparse=False",
             dict.fromkeys(sparse),
         )
-    if put := [str(each.target) for each in _put_in_place(module.graph, params)]:
+    if put := [str(each.target) for each in _put_in_place(*next(graphs_with(module, params)))]:
         raise UnsupportedError(
             "other tensors were put in the place of parameters of what torch.compile returned",
             "torch.func.functional_call(model, values, …) of the model itself, which runs op by op",
@@ -79,12 +79,10 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
         )
 
 
-def _put_in_place(graph: fx.Graph, params: dict[int, ParamSpec]) -> Iterator[fx.Node]:
+def _put_in_place(graph: fx.Graph, known: Parameters) -> Iterator[fx.Node]:
     """Inputs that modules read in the place of parameters."""
-    inputs = list(graph.find_nodes(op="placeholder"))
-    others = {node for place, node in enumerate(inputs) if place not in params}
-    read = [_parameter(node) for node in graph.nodes if is_call(node, UNSHARD)]
-    return (node for node in read if node in others)
+    read = (_parameter(node) for node in graph.nodes if is_call(node, UNSHARD))
+    return (node for node in read if node.op == "placeholder" and node not in known)
 
 
 def _numbers_written(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -40,7 +40,7 @@ def take_shards(
     Raises:
         UnsupportedError: others are computed from parameters.
     """
-    _refuse_computed(module.graph, inputs, params)
+    _refuse_computed(module.graph, inputs)
     graphs = list(graphs_with(module, params))
     whole = {spec.name for _, known in graphs for node, spec in known.items() if _reads_more(node)}
     places = [place for place, spec in params.items() if spec.name not in whole]
@@ -65,15 +65,12 @@ def take_shards(
     return taken, shards_of
 
 
-def _refuse_computed(graph: fx.Graph, inputs: Sequence[Any], params: dict[int, ParamSpec]) -> None:
+def _refuse_computed(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     """torch's fake of what is neither a leaf nor a view is a `DTensor`, whatever its class."""
     computed = [
         str(node.target)
-        for place, (node, value) in enumerate(
-            zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
-        )
-        if place not in params and isinstance(value, Sharded)
-        if value.grad_fn is not None and not value._is_view()
+        for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+        if isinstance(value, Sharded) and value.grad_fn is not None and not value._is_view()
     ]
     if computed:
         raise UnsupportedError(

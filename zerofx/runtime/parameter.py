@@ -74,7 +74,7 @@ class Sharded(DTensor):
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole; its gradient is the mean over ranks: torch takes them for alike."""
+        """The whole; its gradient is the mean over ranks of theirs, which torch takes for alike."""
         if grad_placements is None and self.requires_grad and torch.is_grad_enabled():
             mean = [Partial("avg")] * self.device_mesh.ndim
             return DTensor.full_tensor(added_up(self), grad_placements=mean)

@@ -169,7 +169,7 @@ class ParamState:
         return self.num_updates + self.param._version - self._num_idle
 
     def versions(self) -> tuple[int, int, int]:
-        """What differs after somebody edited the parameter, except through `.data`."""
+        """What differs after somebody edited the parameter, except through its shard's `.data`."""
         # The two counters differ: an in-place op on the DTensor bumps one, on the local the other.
         return self.param._version, self.shard._version, self.shard.data_ptr()
 

@@ -37,7 +37,7 @@ _TORCHS_LIBRARIES = (
 """How the names of libraries begin whose operations know `DTensor`s, or never meet one."""
 
 Made = Callable[[Any, Sequence[Tensor]], None]
-"""Takes an operation, what it gave, and its operands."""
+"""Takes what an operation gave, and its operands."""
 
 
 def answer_operations(mixed: Handler, whole: Handler, made: Made) -> None:
