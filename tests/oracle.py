@@ -204,6 +204,8 @@ def _prepare(
         # FSDP2 leaves initial values to the user; DDP and zerofx broadcast rank 0's.
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
+        # The default of zerofx, and of FSDP2 before torch 2.15: what gradients are computed in.
+        options.setdefault("reduce_dtype", options.get("param_dtype"))
         for module in (*map(model.get_submodule, entry.fsdp_blocks), model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(**options))
         return model, build_optimizer(optimizer, model.parameters())

@@ -30,7 +30,8 @@ def test_a_script_without_torchrun() -> None:
     assert found["stage"] == 3 and found["world_size"] == 4 and found["device"] == "cpu"
     captured = found["captured"]
     assert captured["graphs"] == 4 and captured["training"] == 4
-    assert captured["breaks"][0]["place"]["code"] == 'print("between two graphs")'
+    lines = {each["place"]["code"] for each in captured["breaks"]}
+    assert lines == {'print("before any operation")', 'print("between two graphs")'}
     sizes = [each for each in captured["recompiles"] if "expected 4, actual 5" in each["reason"]]
     assert len(sizes) == 2 and all("mark_dynamic" in each["remedy"] for each in sizes)
     # Four steps follow the first; the last one compiles anew.

@@ -144,9 +144,9 @@ def test_the_model_is_neither_run_nor_changed() -> None:
 def test_breaks_name_the_line_and_the_remedy() -> None:
     config = zerofx.ZeroConfig(inner="eager", dump="")
     found = zerofx.explain(Net(talks=True), torch.zeros(4, 64), config=config)
-    assert len(found.captured.breaks) == 1, found.captured.breaks
-    found_break = found.captured.breaks[0]
+    first, found_break = found.captured.breaks
     assert found.captured.graphs == found.captured.training == 2
+    assert first.place.code == 'print("before any operation")'
     assert found_break.place.code == 'print("between two graphs")'
     assert found_break.place.file.endswith("tests/debug/trained.py")
     assert "print" in found_break.reason and "reorderable_logging" in found_break.remedy

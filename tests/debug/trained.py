@@ -1,6 +1,6 @@
 """A model of equal blocks, and a script that trains it: `python trained.py STEPS`.
 
-Its forward prints between two blocks, which is a graph break, and its last batch is larger.
+Its forward prints twice, before there is a graph and between two, and its last batch is larger.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """`depth` blocks; talkative ones print behind them."""
+    """`depth` blocks; talkative ones print before and behind them."""
 
     def __init__(self, depth: int = 2, width: int = 64, talks: bool = False) -> None:
         super().__init__()
@@ -35,6 +35,8 @@ class Net(nn.Module):
         self.talks = talks
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.talks:
+            print("before any operation")
         for block in self.blocks:
             x = block(x)
         if self.talks:

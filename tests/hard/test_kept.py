@@ -70,7 +70,7 @@ def _stepped(model: nn.Module, run: Any) -> list[Tensor]:
 
 def _forward_alone(model: nn.Module, run: Any) -> list[Tensor]:
     values = [_loss(run).detach()]
-    model.get_parameter("2.0.weight").data.mul_(2.0)  # leaves no trace
+    model.get_parameter("2.0.weight").data.mul_(2.0)  # seen, too
     values.append(_loss(run).detach())
     with torch.no_grad():
         values.append(_loss(run))

@@ -110,7 +110,9 @@ def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
     return explanation_of(
         path.name,
         setting,
-        captured_of(done.recorder.graphs, done.seen, left_out=_left_out(done.recorder)),
+        captured_of(
+            done.recorder.graphs, done.breaks, done.seen, left_out=_left_out(done.recorder)
+        ),
         done.recorder.training,
         measured=done.measured,
         changes=_asks_for_all(args),

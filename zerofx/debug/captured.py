@@ -10,11 +10,11 @@ import linecache
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-
-from torch import fx
+from traceback import FrameSummary
 
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.breaks import find_break, function_named, read_words, shorten
+from zerofx.frontend import breaks
+from zerofx.frontend.breaks import function_named, read_break, read_words, shorten
 from zerofx.torch_private import Compilation
 
 _ZEROFX = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -97,33 +97,39 @@ class Captured:
     left_out: str = ""
 
 
-def break_of(module: fx.GraphModule) -> Break | None:
-    """Where and why Dynamo ended this graph; `None` if the function returns there."""
-    found = find_break(module)
-    if found is None:
-        return None
+def breaks_of(
+    said: Iterable[tuple[str, Sequence[FrameSummary]]], seen: Iterable[Compilation]
+) -> tuple[Break, ...]:
+    """Each place where a graph ends, and functions without any; each once.
+
+    Args:
+        said: Dynamo's words and the user's frames there; no words where a function returned.
+        seen: what it compiled.
+    """
+    ended = [_break(read_break(words, frames)) for words, frames in said if words]
+    return tuple(dict.fromkeys([*ended, *failed(seen)]))
+
+
+def _break(found: breaks.Break) -> Break:
     place = Place(found.file, found.line, found.function, found.code)
     return Break(place, found.reason, " ".join(found.remedies))
 
 
-def untrained(
-    what: str, seen: Iterable[Compilation], otherwise: tuple[str, str]
-) -> UnsupportedError:
+def untrained(what: str, found: Sequence[Break], otherwise: tuple[str, str]) -> UnsupportedError:
     """The error for a program of which no graph has a backward.
 
     Args:
         what: the program's name.
-        seen: what Dynamo compiled; what it gave up is the reason, if there is any.
+        found: the reason, if there are any.
         otherwise: what to say and the remedy, if there is none.
     """
-    breaks = list(dict.fromkeys(failed(seen)))
-    if not breaks:
+    if not found:
         return UnsupportedError(*otherwise)
     return UnsupportedError(
         f"nothing of {what} that trains was captured: it runs outside of graphs, which costs one "
         "gather for each parameter and is not predicted",
-        "; ".join(dict.fromkeys(each.remedy for each in breaks)),
-        [f"{each.place}: {each.place.code}: {each.reason}" for each in breaks],
+        "; ".join(dict.fromkeys(each.remedy for each in found)),
+        [f"{each.place}: {each.place.code}: {each.reason}" for each in found],
     )
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
-from zerofx.debug.captured import Captured, untrained
+from zerofx.debug.captured import Captured, breaks_of, untrained
 from zerofx.debug.changes import Retrace, Search, search
 from zerofx.debug.decisions import Why, why
 from zerofx.debug.outcome import (
@@ -25,7 +25,7 @@ from zerofx.debug.outcome import (
 )
 from zerofx.debug.record import GraphRecord, Texts, captured_of
 from zerofx.errors import ConfigError, UnsupportedError
-from zerofx.frontend.joint import dynamo_graphs
+from zerofx.frontend.joint import Call, dynamo_graphs
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_graph
 from zerofx.ir.spec import Region
 from zerofx.torch_private import (
@@ -142,12 +142,14 @@ def explain_model(
     begin = time.time()
     traced = _trace(model, args, kwargs)
     seen = compilations(begin)
+    breaks, stopped = breaks_of(traced.call.breaks, seen), traced.call.stopped
     records = _rehearsed(traced, setting.config)
     if not any(each.rehearsal for each in records):
         # Fake tensors that are asked for values name the operation; other errors are the model's.
-        fails = traced.stopped and not traced.stopped.startswith("aten.")
-        otherwise = _no_backward(model, traced.stopped)
-        raise untrained(type(model).__name__, () if fails else seen, otherwise)
+        frozen = not any(param.requires_grad for param in model.parameters())
+        fails = stopped and not stopped.startswith("aten.")
+        otherwise = _no_backward(model, stopped)
+        raise untrained(type(model).__name__, () if fails or frozen else breaks, otherwise)
 
     def retrace(cast: torch.dtype | None, times: int) -> list[Rehearsal]:
         config = dataclasses.replace(setting.config, param_dtype=cast)
@@ -155,7 +157,7 @@ def explain_model(
         again = traced if times == 1 else _trace(model, larger, larger_named)
         return [each.rehearsal for each in _rehearsed(again, config) if each.rehearsal]
 
-    captured = captured_of(records, seen, traced.stopped)
+    captured = captured_of(records, breaks, seen, stopped)
     return explanation_of(
         name or type(model).__name__,
         setting,
@@ -233,19 +235,10 @@ def _no_backward(model: nn.Module, stopped: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Traced:
-    """Dynamo's graphs of one forward on fake tensors.
-
-    Attributes:
-        model: with fake parameters.
-        graphs: each with what is known of it, and its inputs.
-        runs: how often each ran.
-        stopped: why the forward ended early; empty if it did not.
-    """
+    """A model with fake parameters, and its forward on fake tensors."""
 
     model: nn.Module
-    graphs: tuple[tuple[fx.GraphModule, list[Any]], ...]
-    runs: tuple[int, ...]
-    stopped: str
+    call: Call
 
 
 def _trace(model: nn.Module, args: Any, kwargs: Any) -> _Traced:
@@ -253,15 +246,14 @@ def _trace(model: nn.Module, args: Any, kwargs: Any) -> _Traced:
     copied = fake_copy(model, mode)
     with mode:
         plain, named = map_tensors(mode.from_tensor, (tuple(args), dict(kwargs)))
-    graphs, runs, stopped = dynamo_graphs(copied, plain, named, mode)
-    return _Traced(copied, tuple(graphs), tuple(runs), stopped)
+    return _Traced(copied, dynamo_graphs(copied, plain, named, mode))
 
 
 def _rehearsed(traced: _Traced, config: ZeroConfig) -> list[GraphRecord]:
     """Records of all graphs; those that read parameters have programs."""
     known = {id(param) for param in traced.model.parameters()}
     records: list[GraphRecord] = []
-    for (module, values), runs in zip(traced.graphs, traced.runs, strict=True):
+    for (module, values), runs in zip(traced.call.graphs, traced.call.runs, strict=True):
         record = GraphRecord(module)
         records.append(record)
         trains = any(value.requires_grad for value in tensors_in(values))

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.debug.captured import Break, Captured, break_of, failed, recompiles
+from zerofx.debug.captured import Break, Captured, recompiles
 from zerofx.frontend.dump import Finished
 from zerofx.frontend.joint import copy_module
 from zerofx.frontend.rehearsal import Rehearsal, buffer_bytes
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.session import Session
-from zerofx.torch_private import Compilation, frame_being_compiled
+from zerofx.torch_private import Compilation, frame_being_compiled, why_graph_ended
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class GraphRecord(Texts):
         frame: which function Dynamo was compiling.
         session: the sharded model that it belongs to, if it does.
         num_ops: operations in Dynamo's graph.
-        ends: where it breaks, if it does.
+        ended: Dynamo's words and the user's frames where it breaks; no words if it does not.
         rehearsal: its programs before their own passes; `None` without a backward.
         runs: how often its forward ran.
         nested: most of these runs before a backward of the model.
@@ -60,7 +60,7 @@ class GraphRecord(Texts):
         super().__init__()
         self.frame = frame_being_compiled()
         self.num_ops = sum(n.op.startswith("call_") for n in module.graph.nodes)
-        self.ends: Break | None = break_of(module)
+        self.ended = why_graph_ended(module)
         self.rehearsal: Rehearsal | None = None
         self.runs = self.nested = 0
         self.session = session
@@ -168,6 +168,7 @@ class Recorder:
 
 def captured_of(
     records: Sequence[GraphRecord],
+    breaks: tuple[Break, ...],
     seen: Sequence[Compilation],
     stopped: str = "",
     left_out: str = "",
@@ -176,16 +177,16 @@ def captured_of(
 
     Args:
         records: all graphs.
+        breaks: where they end early.
         seen: what Dynamo says about its compilations meanwhile.
         stopped: why the rest is not known.
         left_out: what no figure counts.
     """
-    ends = [each.ends for each in records if each.ends is not None]
     return Captured(
         len(records),
         sum(each.rehearsal is not None for each in records),
         sum(each.num_ops for each in records),
-        tuple(dict.fromkeys([*ends, *failed(seen)])),
+        breaks,
         tuple(recompiles(seen)),
         stopped,
         left_out,

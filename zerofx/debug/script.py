@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zerofx.debug.captured import untrained
+from zerofx.debug.captured import Break, breaks_of, untrained
 from zerofx.debug.explanation import Measured
 from zerofx.debug.record import Recorder
 from zerofx.errors import UnsupportedError, ZeroFxError
 from zerofx.frontend.watch import watched_by
-from zerofx.torch_private import Compilation, compilations
+from zerofx.torch_private import Compilation, compilations, graph_breaks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,13 @@ class Run:
 
     Attributes:
         recorder: its graphs.
+        breaks: where they end early.
         seen: what Dynamo compiled.
         measured: times of its steps.
     """
 
     recorder: Recorder
+    breaks: tuple[Break, ...]
     seen: tuple[Compilation, ...]
     measured: Measured
 
@@ -92,11 +94,12 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
     finally:
         handle.remove()
     seen = compilations(begin)
+    breaks = breaks_of([*(each.ended for each in recorder.graphs), *graph_breaks()], seen)
     if not recorder.training:
         nothing = f"{script} trained nothing that a zerofx backend compiled in the main thread"
-        raise untrained(script.name, seen, (nothing, _COMPILE))
+        raise untrained(script.name, breaks, (nothing, _COMPILE))
     recorder.count(clock.steps)
-    return Run(recorder, tuple(seen), _measured(clock.seconds, seen))
+    return Run(recorder, breaks, tuple(seen), _measured(clock.seconds, seen))
 
 
 _COMPILE = 'compile the model with torch.compile(model, backend="zero3") and take a step or two'

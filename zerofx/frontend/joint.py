@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
+from traceback import FrameSummary
 from typing import Any, NoReturn
 
 import torch
@@ -11,13 +13,41 @@ from torch import Tensor, fx, nn
 
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.breaks import read_break
-from zerofx.torch_private import FakeMode, fake_mode, trace_apart, where_dynamo_stopped
+from zerofx.torch_private import (
+    FakeMode,
+    fake_mode,
+    graph_breaks,
+    trace_apart,
+    where_dynamo_stopped,
+)
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """A partition function of AOTAutograd."""
 
 DynamoGraph = tuple[fx.GraphModule, list[Any]]
 """A graph, and its inputs."""
+
+
+@dataclasses.dataclass
+class Call:
+    """What Dynamo made of a call.
+
+    Attributes:
+        graphs: each with its inputs.
+        runs: how often each ran.
+        breaks: Dynamo's words and the user's frames wherever a graph ended early.
+        error: what ended the call: between graphs Python runs, and it may want values.
+    """
+
+    graphs: list[DynamoGraph] = dataclasses.field(default_factory=list[DynamoGraph])
+    runs: list[int] = dataclasses.field(default_factory=list[int])
+    breaks: list[tuple[str, Sequence[FrameSummary]]] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def stopped(self) -> str:
+        """Why it ended before its end; empty if it did not."""
+        return "" if self.error is None else _reason(self.error)
 
 
 class _Cut(Exception):
@@ -43,52 +73,45 @@ def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
     Raises:
         UnsupportedError: Dynamo needs several graphs; it says where and why.
     """
-    found, _, error = _call(model, args, kwargs, fullgraph=True)
-    if error is not None:
-        raise _refusal(model, error) from error
-    if not found:
+    call = _call(model, args, kwargs, fullgraph=True)
+    if call.error is not None:
+        raise _refusal(model, call.error) from call.error
+    if not call.graphs:
         raise UnsupportedError(
             f"the forward of {type(model).__name__} computes nothing", "give it parameters to use"
         )
-    return found[0]
+    return call.graphs[0]
 
 
 def dynamo_graphs(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mode: FakeMode
-) -> tuple[list[DynamoGraph], list[int], str]:
-    """All of Dynamo's graphs of a call on fake tensors, each with its inputs.
+) -> Call:
+    """All of Dynamo's graphs of a call on fake tensors.
 
     Args:
         model: with fake parameters.
         args: fake inputs.
         kwargs: likewise, by name.
         mode: that made them.
-
-    Returns:
-        The graphs, how often each ran, and why the call ended before its end: between graphs
-        Python runs, and it may want values; empty if it did not.
     """
     with mode, warnings.catch_warnings():
         # Dynamo looks at .grad of what one graph hands to the next.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-        found, runs, error = _call(model, args, kwargs, fullgraph=False)
-    return found, runs, "" if error is None else _reason(error)
+        return _call(model, args, kwargs, fullgraph=False)
 
 
 def _call(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, fullgraph: bool
-) -> tuple[list[DynamoGraph], list[int], Exception | None]:
-    """Dynamo's graphs of a call, each with its inputs; how often each ran; what ended it early."""
-    found: list[DynamoGraph] = []
-    runs: list[int] = []
+) -> Call:
+    call = Call()
 
     def record(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        place = len(found)
-        found.append((module, inputs))
-        runs.append(0)
+        place = len(call.graphs)
+        call.graphs.append((module, inputs))
+        call.runs.append(0)
 
         def run(*values: Any) -> Any:
-            runs[place] += 1
+            call.runs[place] += 1
             return module.forward(*values)
 
         return run
@@ -98,10 +121,10 @@ def _call(
         compiled = torch.compile(model, backend=record, fullgraph=fullgraph, dynamic=False)
         compiled(*args, **kwargs)
     except Exception as error:
-        return found, runs, error
-    finally:
-        torch.compiler.reset()
-    return found, runs, None
+        call.error = error
+    call.breaks = graph_breaks()
+    torch.compiler.reset()
+    return call
 
 
 def cut_apart(

@@ -26,6 +26,7 @@ from zerofx.torch_private.captured import (
 from zerofx.torch_private.compiler import (
     compile_for_sizes,
     compile_with_inductor,
+    graph_breaks,
     holds_a_graph,
     inductor_joint_passes,
     inductor_options_of_mode,
@@ -161,6 +162,7 @@ __all__ = [
     "foreach_by_default",
     "frame_being_compiled",
     "gpus_of_a_node",
+    "graph_breaks",
     "has_parts",
     "holds_a_graph",
     "in_turns",

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.output_graph import FakeRootModule
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters, detect_fake_mode
+from torch._dynamo.utils import counters, detect_fake_mode, graph_break_reasons
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import config as inductor_config
@@ -213,6 +213,14 @@ def why_graph_ended(module: fx.GraphModule) -> tuple[str, Sequence[FrameSummary]
     if ended is None or not ended.graph_break:
         return "", ()
     return ended.reason, ended.user_stack
+
+
+def graph_breaks() -> list[tuple[str, Sequence[FrameSummary]]]:
+    """Dynamo's words and the user's frames, inmost last, of all breaks since it was reset.
+
+    Those before the first operation of a function are among them, where there is no graph to ask.
+    """
+    return [(each.reason, each.user_stack) for each in graph_break_reasons]
 
 
 def where_dynamo_stopped(error: Exception) -> tuple[str, Sequence[FrameSummary]]:
