@@ -51,13 +51,18 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
     found = Holders([], [], [], [], views)
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
-        if kind is list and thing and thing is not views and _holds_tensors(_parts(thing[0])):
+        if kind is list:
+            if not thing or thing is views or not any(map(_is_tensor, _parts(thing[0]))):
+                continue
             if any(is_old(part) for item in thing for part in _parts(item)):
                 found.lists.append(thing)
         elif kind is set and _is_tensor(next(iter(thing), None)):
             if any(id(item) in wanted for item in list(thing)):
                 found.sets.append(thing)
-        elif kind in _DICTS and _holds_tensors(next(iter(thing.items()), ())):
+        elif kind is dict or kind is OrderedDict:
+            first = next(iter(thing), None)
+            if not _is_tensor(first) and not _is_tensor(thing.get(first)):
+                continue
             if any(is_old(part) for item in list(thing.items()) for part in item):
                 found.dicts.append(thing)
         elif kind is Tensor:
@@ -66,9 +71,6 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
         elif issubclass(kind, Optimizer) and any(id(each) in wanted for each in held_by(thing)):
             found.optimizers.append(thing)
     return found
-
-
-_DICTS = frozenset((dict, OrderedDict))
 
 
 def move_optimizer(optimizer: Optimizer, replaced: Replaced, cut: Slice) -> None:
@@ -148,10 +150,6 @@ def _all_tensors(things: Iterable[Any]) -> bool:
 
 def _is_tensor(thing: Any) -> bool:
     return issubclass(type(thing), Tensor)  # asked of the class: `isinstance` would run proxies
-
-
-def _holds_tensors(parts: tuple[Any, ...]) -> bool:
-    return any(map(_is_tensor, parts))
 
 
 def _place(value: Tensor) -> Any:
