@@ -245,17 +245,32 @@ def test_l2_penalty_over_parameters(job: object, stage: int) -> None:
 
 
 class Learner(nn.Module):
-    """As MAML's: what `parameters` takes and gives is the model's own affair."""
+    """As MAML's: what `parameters` takes and gives is the model's own affair, and its layer's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.vars = nn.ParameterList([nn.Parameter(draw(5, 4, seed=7)), nn.Parameter(draw(5))])
+        self.scales = Scales()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.vars[0], self.vars[1]).square().mean()
+        return self.scales(F.linear(x, self.vars[0], self.vars[1])).square().mean()
 
     def parameters(self) -> nn.ParameterList:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.vars
+
+
+class Scales(nn.Module):
+    """A layer with `named_parameters` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:  # pyright: ignore
+        return {"gain": self.scale}
 
 
 def _learns() -> None:

@@ -114,7 +114,7 @@ def owners_in(roots: Iterable[nn.Module | None]) -> dict[int, tuple[str, ...]]:
     for root in roots:
         for module in root.modules() if root is not None else ():
             # A module's own `parameters` may take nothing, and give what it likes.
-            for param in nn.Module.parameters(module, recurse=False):
+            for _, param in nn.Module.named_parameters(module, recurse=False):
                 found.setdefault(id(param), {})[type(module).__name__] = None
     return {param: tuple(names) for param, names in found.items()}
 

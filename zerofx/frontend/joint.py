@@ -122,8 +122,9 @@ def _call(
         compiled(*args, **kwargs)
     except Exception as error:
         call.error = error
-    call.breaks = graph_breaks()
-    torch.compiler.reset()
+    finally:
+        call.breaks = graph_breaks()
+        torch.compiler.reset()
     return call
 
 

@@ -207,8 +207,9 @@ def _stepped_over() -> set[int]:
 
 def _places(module: nn.Module) -> set[tuple[int, str]]:
     """Where parameters are held: the submodule, by `id`, and the name there."""
-    own = ((each, each.named_parameters(recurse=False)) for each in module.modules())
-    return {(id(each), name) for each, named in own for name, _ in named}
+    named = nn.Module.named_parameters  # a module's own may take and give what it likes
+    own = ((each, named(each, recurse=False)) for each in module.modules())
+    return {(id(each), name) for each, params in own for name, _ in params}
 
 
 def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]]) -> None:

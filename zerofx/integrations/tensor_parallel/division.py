@@ -163,7 +163,7 @@ def _shared(model: nn.Module) -> set[int]:
     seen: set[int] = set()
     twice: set[int] = set()
     for module in model.modules():
-        for param in nn.Module.parameters(module, recurse=False):
+        for _, param in nn.Module.named_parameters(module, recurse=False):
             (twice if id(param) in seen else seen).add(id(param))
     return twice
 
