@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from traceback import FrameSummary
 
 from zerofx.errors import UnsupportedError
-from zerofx.frontend import breaks
 from zerofx.frontend.breaks import function_named, read_break, read_words, shorten
 from zerofx.torch_private import Compilation
 
@@ -106,11 +105,12 @@ def breaks_of(
         said: Dynamo's words and the user's frames there; no words where a function returned.
         seen: what it compiled.
     """
-    ended = [_break(read_break(words, frames)) for words, frames in said if words]
+    ended = [_break(words, frames) for words, frames in said if words]
     return tuple(dict.fromkeys([*ended, *failed(seen)]))
 
 
-def _break(found: breaks.Break) -> Break:
+def _break(words: str, frames: Sequence[FrameSummary]) -> Break:
+    found = read_break(words, frames)
     place = Place(found.file, found.line, found.function, found.code)
     return Break(place, found.reason, " ".join(found.remedies))
 

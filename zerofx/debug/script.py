@@ -94,6 +94,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
     finally:
         handle.remove()
     seen = compilations(begin)
+    # Dynamo forgets its breaks where the script resets it; graphs know theirs.
     breaks = breaks_of([*(each.ended for each in recorder.graphs), *graph_breaks()], seen)
     if not recorder.training:
         nothing = f"{script} trained nothing that a zerofx backend compiled in the main thread"

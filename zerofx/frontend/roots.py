@@ -207,9 +207,12 @@ def _stepped_over() -> set[int]:
 
 def _places(module: nn.Module) -> set[tuple[int, str]]:
     """Where parameters are held: the submodule, by `id`, and the name there."""
-    named = nn.Module.named_parameters  # a module's own may take and give what it likes
-    own = ((each, named(each, recurse=False)) for each in module.modules())
-    return {(id(each), name) for each, params in own for name, _ in params}
+    return {
+        (id(each), name)
+        for each in module.modules()
+        # A module's own `named_parameters` may take nothing, and give what it likes.
+        for name, _ in nn.Module.named_parameters(each, recurse=False)
+    }
 
 
 def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]]) -> None:

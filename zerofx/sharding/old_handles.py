@@ -51,18 +51,13 @@ def holders_of(params: list[nn.Parameter]) -> Holders:
     found = Holders([], [], [], [], views)
     for thing in gc.get_objects():
         kind: type[Any] = type(thing)
-        if kind is list:
-            if not thing or thing is views or not any(map(_is_tensor, _parts(thing[0]))):
-                continue
+        if kind is list and thing and thing is not views and any(map(_is_tensor, _parts(thing[0]))):
             if any(is_old(part) for item in thing for part in _parts(item)):
                 found.lists.append(thing)
         elif kind is set and _is_tensor(next(iter(thing), None)):
             if any(id(item) in wanted for item in list(thing)):
                 found.sets.append(thing)
-        elif kind is dict or kind is OrderedDict:
-            first = next(iter(thing), None)
-            if not _is_tensor(first) and not _is_tensor(thing.get(first)):
-                continue
+        elif (kind is dict or kind is OrderedDict) and _maps_tensors(thing):
             if any(is_old(part) for item in list(thing.items()) for part in item):
                 found.dicts.append(thing)
         elif kind is Tensor:
@@ -150,6 +145,12 @@ def _all_tensors(things: Iterable[Any]) -> bool:
 
 def _is_tensor(thing: Any) -> bool:
     return issubclass(type(thing), Tensor)  # asked of the class: `isinstance` would run proxies
+
+
+def _maps_tensors(things: Mapping[Any, Any]) -> bool:
+    for key, value in things.items():  # looked up, a key would be hashed: the user's code
+        return _is_tensor(key) or _is_tensor(value)
+    return False
 
 
 def _place(value: Tensor) -> Any:
