@@ -38,7 +38,7 @@ from tests.rank_failures import Failure, RanksFailed, native_crashes
 from tests.rank_process import Worker
 from tests.rank_worker import serve
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 20.0
 START_SECONDS = 120.0
 CUDA_ENV = {"ZEROFX_TEST_DEVICE": "cuda", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 """All ranks share one device."""

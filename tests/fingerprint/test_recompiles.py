@@ -41,7 +41,8 @@ def _fit_past_the_limit() -> None:
         fit(Chain(), 3, steps=4, rows=lambda step: 4 + (step if rank == 1 else 0))
 
 
-def test_the_recompile_limit_is_an_error() -> None:
+def test_the_recompile_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 1.0)  # rank 0 waits for the other
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, _fit_past_the_limit, timeout=60)
     failure = failed.value.failures[1]
