@@ -90,6 +90,22 @@ class Anchored(nn.Module):
         return self.net(x).square().sum() + 0.1 * distance + noisy.sum()
 
 
+class Flattened(nn.Module):
+    """Parameters as vectors: torch has no rule where ranks have unequal numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _net(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = next(self.net.parameters())
+        flat = nn.utils.parameters_to_vector(self.net.parameters())
+        torch._dynamo.graph_break()
+        largest = torch.cat([param.view(-1) for param in self.net.parameters()]).abs().topk(3)[0]
+        middle = weight.unflatten(0, (1, -1)).flatten(1)[..., 2:9]
+        return self.net(x).square().sum() + flat.square().mean() + largest.sum() + middle.sum()
+
+
 def _gradients(net: nn.Module, x: Tensor) -> Tensor:
     return vmap(grad(lambda row: net(row).sum()))(x)
 
@@ -116,8 +132,8 @@ class Sensitive(nn.Module):
 
 
 def _derived(kind: str, stage: int) -> None:
-    if kind == "anchored":
-        model: nn.Module = Anchored()
+    if kind in ("anchored", "flattened"):
+        model: nn.Module = Anchored() if kind == "anchored" else Flattened()
     else:
         model = Learner(kind) if kind.startswith("maml") else Sensitive(kind)
     pair = Pair(model, stage, lr=0.01, rtol=1e-5)
@@ -128,8 +144,23 @@ def _derived(kind: str, stage: int) -> None:
     ("kind", "stage"),
     [
         *(("maml", 1), ("maml", 3), ("maml by name", 3), ("anchored", 1), ("jacrev", 0)),
+        *(("flattened", 1), ("flattened", 3)),
         *((kind, 3) for kind in TRANSFORMS),
     ],
 )
 def test_derivatives_inside_a_forward(kind: str, stage: int) -> None:
     run_ranks(2, _derived, kind, stage)
+
+
+def _a_model_beside_values_of_transforms() -> None:
+    """They live on, as those do that Dynamo has traced, and have no memory."""
+    kept: list[Tensor] = []
+    vmap(lambda row: (kept.append(row), row.sum())[1])(torch.ones(3, 2))
+    grad(lambda row: (kept.append(row), row.sum())[1])(torch.ones(3))
+    pair = Pair(_net(6), 3, rtol=1e-6)
+    pair.train(lambda run, number: run(draw(4, 6, seed=number)).sum())
+    assert len(kept) == 2
+
+
+def test_values_that_outlive_a_transform() -> None:
+    run_ranks(2, _a_model_beside_values_of_transforms)

@@ -28,6 +28,7 @@ from zerofx.runtime.parameter import Sharded, local_tensor
 from zerofx.torch_private import (
     fake_mode_of,
     has_parts,
+    is_mixing,
     map_tensors,
     tensors_in,
     without_parts,
@@ -74,14 +75,20 @@ def with_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `op` gives of sharded tensors by whole ones, where torch has no rule for rows.
 
-    What is drawn is what one process draws: rank 0's numbers are everybody's.
+    What is drawn is what one process draws: rank 0's numbers are everybody's. Where Dynamo traces a
+    model only shapes are asked for, as its programs compute with full values.
     """
     sharded = ours_in((args, kwargs))
-    if not sharded or _are_traced(sharded):
+    draws, writes = torch.Tag.nondeterministic_seeded in op.tags, op._schema.is_mutable
+    if _are_traced(sharded):
+        if draws or writes or not is_mixing():
+            return NotImplemented
+        found = op(*map_tensors(_shape_of, args), **map_tensors(_shape_of, kwargs))
+        return map_tensors(lambda value: everywhere(sharded[0], value), found)
+    if not sharded:
         return NotImplemented
-    if op._schema.is_mutable:
+    if writes:
         return _write_rows(op, args, kwargs)
-    draws = torch.Tag.nondeterministic_seeded in op.tags
 
     def laid_out(value: Tensor) -> Tensor:
         if value.is_sparse:
@@ -196,6 +203,10 @@ def _of_first_rank(like: DTensor, whole: Tensor) -> DTensor:
 def _whole(value: Tensor) -> Any:
     # Below autograd torch 2.11 gathers nothing that requires gradients.
     return full(value.detach()) if isinstance(value, DTensor) else value
+
+
+def _shape_of(value: Tensor) -> Any:
+    return _empty(value) if isinstance(value, DTensor) else value
 
 
 def _lay_out_gradients(values: Sequence[DTensor]) -> None:

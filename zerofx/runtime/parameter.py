@@ -21,13 +21,7 @@ from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, write_whole
 from zerofx.runtime.ownership import owner_of
-from zerofx.torch_private import (
-    added_up,
-    fake_mode_of,
-    inside_transform,
-    local_part,
-    storage_key,
-)
+from zerofx.torch_private import added_up, fake_mode_of, inside_transform, local_part, storage_key
 
 
 class Sharded(DTensor):
@@ -214,10 +208,12 @@ def _writes_back(write: Callable[..., Any]) -> Callable[..., Any]:
 
 def _views(name: str) -> Callable[..., Any]:
     plain = getattr(DTensor, name)
+    # Dynamo does not follow `super()` in torch's method.
+    traced = torch.unflatten if name == "unflatten" else plain
 
     def look(self: Sharded, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return plain(self, *args, **kwargs)
+            return traced(self, *args, **kwargs)
         found = plain(self, *args, **kwargs)
         return self._seen(found, lambda whole: getattr(whole, name)(*args, **kwargs))
 

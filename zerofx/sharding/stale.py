@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerofx.errors import StaleHandleError
 from zerofx.runtime.params import ParamState
-from zerofx.torch_private import storage_key
+from zerofx.torch_private import below_transforms, storage_key
 
 Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
 """Old parameter and its new state, by the old one's `id`."""
@@ -85,8 +85,9 @@ _OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 def is_plain(thing: Any) -> bool:
-    """Whether it is a tensor of torch's own class that shows memory."""
-    return type(thing) is Tensor and thing.layout is torch.strided
+    """Whether it is a tensor of torch's own class that shows memory; those of `vmap` have none."""
+    strided = type(thing) is Tensor and thing.layout is torch.strided
+    return strided and below_transforms(thing) is thing
 
 
 def _by_memory(replaced: Replaced) -> Mapping[Any, str]:

@@ -71,6 +71,7 @@ from zerofx.torch_private.foreach import (
 from zerofx.torch_private.frames import leave_to_python
 from zerofx.torch_private.given import (
     before_forwards,
+    is_mixing,
     looked_up,
     mix_while_tracing,
     stop_mixing,
@@ -175,6 +176,7 @@ __all__ = [
     "is_checkpoint_call",
     "is_dtensor_call",
     "is_message",
+    "is_mixing",
     "is_mutable",
     "is_profiling",
     "is_tangent",

@@ -105,6 +105,11 @@ def mix_while_tracing() -> None:
     DTensor._op_dispatcher._allow_implicit_replication = True
 
 
+def is_mixing() -> bool:
+    """Whether Dynamo traces a model, in which sharded parameters will be full values."""
+    return DTensor._op_dispatcher._allow_implicit_replication
+
+
 def stop_mixing() -> None:
     """Dynamo has traced a graph."""
     DTensor._op_dispatcher._allow_implicit_replication = False
