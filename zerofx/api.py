@@ -19,18 +19,16 @@ from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
-from zerofx.runtime.collectives import all_reduce_mean
 from zerofx.runtime.drift import Drift
 from zerofx.runtime.handles import note_call, states_by_param
 from zerofx.runtime.loss_scale import GradScaler
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
-from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
-from zerofx.sharding.rows import cut, same_bits
 from zerofx.sharding.shard import MakeValues, no_sync_once_sharded, session_of, shard_model
 from zerofx.sharding.weights import Weights
+from zerofx.sharding.write_back import Before, write_back
 from zerofx.torch_private import leave_to_python, unwrap_compiled
 
 __all__ = [
@@ -137,17 +135,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unshard(
-    what: nn.Module | Iterable[nn.Parameter], *, writeback: bool = True
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writeback: bool = True
 ) -> Iterator[dict[str, Tensor]]:
     """Full values of parameters, by name; every rank must enter and leave.
 
     Holds all of them in memory on every rank while it is open.
 
     Args:
-        what: a sharded model, a module inside one, or parameters of one.
-        writeback: whether values that were edited are written to the shards at the end; each rank
-            writes its own part, so edit alike on all ranks. Edits of the parameters themselves
-            stay as well, unless their value was edited, too.
+        what: a sharded model, a module inside one, or parameters of one, or one of them.
+        writeback: whether values that were edited are written to the shards at the end, if the
+            block ends without an exception: edit alike on all ranks. Edits of the parameters
+            themselves stay as well, unless their value was edited, too.
 
     Yields:
         Values by the names of `what.named_parameters()`; for parameters, by their names in the
@@ -155,6 +153,8 @@ def unshard(
 
     Raises:
         ShardingError: the model, or a parameter, is not sharded.
+        UnsupportedError: at the end, ranks edited a value differently, or the dict does not hold
+            the values of all names in their shapes.
     """
     states = _states_of(what)
     note_call("unshard", ", ".join(states), (state.param for state in states.values()))
@@ -163,10 +163,10 @@ def unshard(
             name: cast(DTensor, state.param.detach()).full_tensor().clone()
             for name, state in states.items()
         }
-    before = {name: state.shard.detach().clone() for name, state in states.items() if writeback}
+    before = {name: Before.of(states[name], value) for name, value in values.items() if writeback}
     yield values
     if before:
-        _write_back({state: (before[name], values[name]) for name, state in states.items()})
+        write_back(states, before, values)
 
 
 def refresh(model: nn.Module) -> None:
@@ -202,13 +202,13 @@ def drift(model: nn.Module) -> list[Drift]:
     return _session(model).codes.drift.latest()
 
 
-def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState]:
+def _states_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[str, ParamState]:
     known = states_by_param()
     if isinstance(what, nn.Module):
         _session(what)
         named = unwrap_compiled(what).named_parameters()
         return {name: known[id(param)] for name, param in named if id(param) in known}
-    params = list(what)
+    params = [what] if isinstance(what, Tensor) else list(what)
     plain = [str(tuple(param.shape)) for param in params if id(param) not in known]
     if plain:
         raise ShardingError(
@@ -217,29 +217,6 @@ def _states_of(what: nn.Module | Iterable[nn.Parameter]) -> dict[str, ParamState
             [f"a parameter of shape {shape}" for shape in plain],
         )
     return {known[id(param)].spec.name: known[id(param)] for param in params}
-
-
-@torch.no_grad()
-def _write_back(values: dict[ParamState, tuple[Tensor, Tensor]]) -> None:
-    """Write what was edited, on any rank: looking alone is no edit of what a backward will read.
-
-    Args:
-        values: the shard before, and the full value after.
-    """
-    shards = {state: local_tensor(cut(value, state)) for state, (_, value) in values.items()}
-    session = next(iter(values)).domain.session
-    edited = torch.tensor(
-        [float(not same_bits(before, shards[state])) for state, (before, _) in values.items()],
-        device=session.device,
-    )
-    if session.world.size > 1:
-        tag = session.journal.record("all_reduce", "edited values")
-        (edited,) = session.wait(all_reduce_mean([edited], session.world, tag))
-    for (state, shard), is_edited in zip(shards.items(), edited.tolist(), strict=True):
-        if is_edited:
-            state.shard.copy_(shard)
-            state.dirty = True
-            state.num_updates += 1
 
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
@@ -40,9 +41,13 @@ def _parts(stage: int) -> None:
         values["first.bias"].fill_(3)
     with zerofx.unshard(iter(chosen), writeback=False) as values:
         values["first.bias"].zero_()
+    with zerofx.unshard(model.first.weight) as values:
+        assert list(values) == ["first.weight"]
+        values["first.weight"] = values["first.weight"] * 3
     with torch.no_grad():
         plain.last[0].weight.mul_(2)
         plain.first.bias.fill_(3)
+        plain.first.weight.mul_(3)
         same(model, plain)
         close(run(*data(1)), plain(*data(1)), "after writing back")
     with zerofx.unshard(run) as values:
@@ -76,3 +81,53 @@ def _strangers() -> None:
 
 def test_what_is_not_sharded_is_refused() -> None:
     run_ranks(2, _strangers)
+
+
+def _unfit(stage: int) -> None:
+    model = net()
+    run = compiled(model, stage)
+    run(*data(0))
+    wanted = net()
+    last = len(wanted.first.bias) - 1
+    with refused("first.bais was added"), zerofx.unshard(model) as values:
+        values["first.bais"] = torch.zeros(13)
+    with refused("first.bias is gone"), zerofx.unshard(model) as values:
+        del values["first.bias"]
+    with refused("first.bias of shape [13] is now [5]"), zerofx.unshard(model) as values:
+        values["first.bias"] = torch.zeros(5)
+    with refused("first.bias of shape [13] is now ['float']"), zerofx.unshard(model) as values:
+        values["first.bias"] = 0.0  # pyright: ignore[reportArgumentType]
+    for row in (0, last):  # of one rank, and of the other
+        with refused("differently", "first.bias", "broadcast"), zerofx.unshard(model) as values:
+            if dist.get_rank() == 0:
+                values["first.bias"][row] = 7.0
+    with pytest.raises(KeyError), zerofx.unshard(model) as values:
+        values["first.bias"].zero_()
+        raise KeyError
+    same(model, wanted)
+    with zerofx.unshard(model) as values:
+        if dist.get_rank() == 0:
+            values["first.bias"][last] = 7.0
+        dist.broadcast(values["first.bias"], 0)
+    with torch.no_grad():
+        wanted.first.bias[last] = 7.0
+    same(model, wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_that_cannot_be_written_back_are_refused(stage: int) -> None:
+    run_ranks(2, _unfit, stage)
+
+
+def _between(stage: int) -> None:
+    model = net()
+    loss = compiled(model, stage)(*data(0))
+    with zerofx.unshard(model) as values:
+        values["last.weight"].mul_(2)
+    with refused("between a forward and its backward", "last.weight"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_edit_between_a_forward_and_its_backward_is_refused(stage: int) -> None:
+    run_ranks(2, _between, stage)
