@@ -114,8 +114,13 @@ def ranks_that_hold(model: nn.Module, call: str) -> Ranks:
         call: what they come to together, which is noted.
 
     Raises:
-        CheckpointError: its parameters lie on different ranks, or on a 2-D mesh of some.
+        CheckpointError: it is no module, or its parameters lie on different ranks, or on a 2-D mesh
+            of some.
     """
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(
+            f"{call} got a {type(model).__name__} for the model", "pass the model itself"
+        )
     everyone = all_ranks()
     if everyone.alone:
         return everyone

@@ -1,4 +1,4 @@
-"""State of a model and its optimizer as DCP wants it, without a trace in either.
+"""State of a model and its optimizers as DCP wants it, without a trace in either.
 
 torch makes missing optimizer state by a step with a learning rate of zero. That step must not count
 (Adam would start its bias correction one step late), and must not invent state that a parameter
@@ -8,7 +8,8 @@ never had.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,31 +30,34 @@ from zerofx.runtime.params import asks_for_losses, params_of
 State = dict[str, Any]
 
 
-def take(model: nn.Module, optimizer: Optimizer | None) -> State:
-    """The state as it is: `model`, and `optimizer` if there is one; tensors are not copied."""
+def take(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
+    """The state as it is: `model`, and `optimizer` if there are any; tensors are not copied."""
     out: State = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
-        stepped = bool(optimizer.state)
-        out["optimizer"] = _of(model, optimizer)
+    parts: list[State] = []
+    for each in optimizers:
+        stepped = bool(each.state)
+        parts.append(_of(model, each))
         if not stepped:
-            optimizer.state.clear()
-            out["optimizer"]["state"] = {}
-    return out
+            each.state.clear()
+            parts[-1]["state"] = {}
+    return {**out, "optimizer": _joined(parts)} if parts else out
 
 
 @contextlib.contextmanager
-def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> Iterator[State]:
-    """Memory for what a checkpoint holds; after the block, model and optimizer have it.
+def to_fill(
+    model: nn.Module, optimizers: Sequence[Optimizer], metadata: Metadata
+) -> Iterator[State]:
+    """Memory for what a checkpoint holds; after the block, model and optimizers have it.
 
-    The model's tensors are its own. The optimizer's are new, one set for each parameter that has
-    state in the checkpoint; if the block raises, the optimizer keeps its old ones.
+    The model's tensors are its own. An optimizer's are new, one set for each parameter that has
+    state in the checkpoint; if the block raises, the optimizers keep their old ones.
     """
     out: State = {"model": get_model_state_dict(model)}
-    if optimizer is None:
-        yield out
-    else:
-        with _set_aside(optimizer):
-            wanted = _of(model, optimizer)
+    if optimizers:
+        with contextlib.ExitStack() as aside:
+            for each in optimizers:
+                aside.enter_context(_set_aside(each))
+            wanted = _joined([_of(model, each) for each in optimizers])
             saved = metadata.state_dict_metadata
             out["optimizer"] = wanted
             _add_settings(wanted["param_groups"], saved)
@@ -64,8 +68,27 @@ def to_fill(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
             }
             yield out
         options = StateDictOptions(strict=False)  # parameters without gradients have no state
-        set_optimizer_state_dict(model, optimizer, out["optimizer"], options=options)
+        for each, part in zip(optimizers, _parted(optimizers, out["optimizer"]), strict=True):
+            set_optimizer_state_dict(model, each, part, options=options)
+    else:
+        yield out
     set_model_state_dict(model, out["model"])
+
+
+def _joined(parts: Sequence[State]) -> State:
+    """State of several optimizers as of one that has all their groups, as torch joins it."""
+    state = {name: entries for part in parts for name, entries in part["state"].items()}
+    return {"state": state, "param_groups": [g for part in parts for g in part["param_groups"]]}
+
+
+def _parted(optimizers: Sequence[Optimizer], joined: State) -> Iterator[State]:
+    """What of it is each optimizer's; torch parts no state that is empty."""
+    groups = iter(joined["param_groups"])
+    for each in optimizers:
+        own = list(itertools.islice(groups, len(each.param_groups)))
+        names = [name for group in own for name in group["params"]]
+        state = {name: joined["state"][name] for name in names if name in joined["state"]}
+        yield {"state": state, "param_groups": own}
 
 
 def _of(model: nn.Module, optimizer: Optimizer) -> State:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,14 @@ from zerofx.errors import CheckpointError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
 
+Optimizers = Optimizer | Sequence[Optimizer]
+"""One, or several that share a model's parameters."""
+
 
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     extra: Any = None,
     *,
     node_local: bool = False,
@@ -46,7 +49,7 @@ def save(
         path: its folder, on a file system that all ranks see; one of that name is replaced.
         model: plain or sharded, compiled or not. If it is sharded on a mesh of some ranks, those
             alone call this, with a path that no other model is saved to.
-        optimizer: whose state is saved with it.
+        optimizer: whose state is saved with it; several in a list.
         extra: anything picklable besides (step, position in the data); rank 0's is saved.
         node_local: the folder may be on a disk of each node, which then holds the rows of its ranks
             and all that is no rows; `load` and `latest` must be told so, too.
@@ -55,9 +58,9 @@ def save(
         CheckpointError: a rank could not write, or other ranks have saved there; the checkpoint
             that was there is untouched.
     """
-    ranks = ranks_that_hold(model, "checkpoint.save")
+    ranks, optimizers = ranks_that_hold(model, "checkpoint.save"), _listed(optimizer)
     ranks.claim(path)
-    state = _state(model, optimizer, extra, ranks, everywhere=node_local)
+    state = _state(model, optimizers, extra, ranks, everywhere=node_local)
     with _explained(path, ranks):
         _write(path, state, ranks, node_local)
 
@@ -99,7 +102,7 @@ class Saving:
 def async_save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     extra: Any = None,
     *,
     node_local: bool = False,
@@ -115,13 +118,13 @@ def async_save(
     Raises:
         CheckpointError: on all ranks, if the first one cannot copy the extra.
     """
-    ranks = ranks_that_hold(model, "checkpoint.async_save")
+    ranks, optimizers = ranks_that_hold(model, "checkpoint.async_save"), _listed(optimizer)
     ranks.claim(path)
     copied: list[Any] = []
     ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
     extra = copied[0] if copied else None
     # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
-    state = _copied(_state(model, optimizer, extra, ranks, everywhere=node_local))
+    state = _copied(_state(model, optimizers, extra, ranks, everywhere=node_local))
     # The thread talks to other ranks while training does: it needs a group of its own.
     group = ranks.new_group()
     thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -134,7 +137,7 @@ def async_save(
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     node_local: bool = False,
 ) -> Any:
@@ -147,7 +150,8 @@ def load(
     Args:
         path: folder of the checkpoint.
         model: takes the values; the names, shapes and buffers must be those that were saved.
-        optimizer: takes the state and the options that were saved, learning rate included.
+        optimizer: takes the state and the options that were saved, learning rate included; several
+            in a list, in the order in which they were saved.
         node_local: it was saved so. Ranks must lie on nodes as they did then, so that each finds
             the rows that it owns on its own node.
 
@@ -159,10 +163,10 @@ def load(
             a rank needs are on another node. Names files and tensors. Unless a file is damaged
             inside, nothing was changed.
     """
-    ranks = ranks_that_hold(model, "checkpoint.load")
+    ranks, optimizers = ranks_that_hold(model, "checkpoint.load"), _listed(optimizer)
     folder = nodes.find(path, ranks) if node_local else find(path)
     metadata = _metadata(folder, ranks, node_local)
-    with snapshot.to_fill(model, optimizer, metadata) as state:
+    with snapshot.to_fill(model, optimizers, metadata) as state:
         ranks.agreed(lambda: damage.refuse_mismatch(folder, metadata, state))
         if "extra" in metadata.state_dict_metadata:
             state["extra"] = None
@@ -179,6 +183,20 @@ def load(
     return extra[0] if extra is not None else None
 
 
+def _listed(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    found: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise CheckpointError(
+                f"a {type(each).__name__} was given for an optimizer",
+                "pass an optimizer, or a list of them; what else is to be saved is `extra`: "
+                "checkpoint.save(path, model, optimizer, extra)",
+            )
+    return found
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
@@ -190,10 +208,10 @@ def _copied(value: Any) -> Any:
 
 
 def _state(
-    model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, *, everywhere: bool
+    model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, ranks: Ranks, *, everywhere: bool
 ) -> snapshot.State:
     """What this rank may write: rows, and if it is the first or `everywhere` what is no rows."""
-    state = snapshot.take(model, optimizer)
+    state = snapshot.take(model, optimizers)
     # DCP takes a tuple as one thing: what is inside comes back as it was.
     state["extra"] = (extra,)
     # Of buffers, which differ after a forward, the first rank's win; DCP alone would take any.
