@@ -14,7 +14,7 @@ import zerofx
 from tests.contract.loops import FAST, config, data, net
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig, config_from_options
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, ZeroFxError
 
 WRONG: dict[str, list[Any]] = {
     "stage": [4, -1, "3", None, True, 2.0],
@@ -142,3 +142,33 @@ def test_a_limit_of_memory_chooses_a_stage() -> None:
     for text, stage in ((compiled, 3), (sharded, 2)):
         assert f"device_memory has no meaning where the stage is given, here {stage}" in text
         assert 'Remedy: use backend="zero"' in text
+
+
+def test_other_things_than_models_and_configurations_are_refused() -> None:
+    model, wrong = nn.Linear(2, 2), "a (SGD|list|str) was given for the model"
+    things: list[Any] = [torch.optim.SGD(model.parameters()), [model], "model"]
+    for thing in things:
+        for call in (zerofx.shard, zerofx.refresh, zerofx.drift):
+            with pytest.raises(ZeroFxError, match=wrong):
+                call(thing)
+        with pytest.raises(ZeroFxError, match=wrong), zerofx.no_sync(thing):
+            pass
+    for given in ({"stage": 3}, 3):
+        with pytest.raises(ConfigError, match=r"is no configuration(.|\n)*ZeroConfig\(stage=3"):
+            zerofx.shard(model, given)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="given a dict"):
+        zerofx.mark_sequence({"input_ids": torch.zeros(1, 2)})  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("stage", 'as in backend="zero2"'),
+        ("stag", 'as in backend="zero2"'),
+        ("zero_quantized_weight", "did you mean 'zero_quantized_weights'"),
+        ("min_shard_numle", "did you mean 'min_shard_numel'"),
+    ],
+)
+def test_the_nearest_name(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        config_from_options(3, {name: 2})

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
-from zerofx.errors import ShardingError
+from zerofx.errors import ConfigError, ShardingError, UnsupportedError
 from zerofx.frontend.step_guard import trust
 from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.fingerprint import fingerprint
@@ -65,7 +65,7 @@ def shard(model: Model, config: ZeroConfig | None = None) -> Model:
     Raises:
         ZeroFxError: the model, an optimizer or the process group is refused; the message names it.
     """
-    _shard(unwrap_compiled(model), config)
+    _shard(_module(model), config)
     return model
 
 
@@ -94,7 +94,7 @@ def load_safetensors(
         CheckpointError: files, names or shapes do not fit; the message lists them.
         ShardingError: `config` is given for a model that is sharded with another one.
     """
-    plain = unwrap_compiled(model)
+    plain = _module(model)
     with Weights(path) as weights:
         weights.check(plain, strict)
         session = session_of(plain)
@@ -122,7 +122,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ShardingError: the model is still not sharded at the end.
     """
-    plain = unwrap_compiled(model)
+    plain = _module(model)
     session = session_of(plain)
     if session is not None:
         with session.accumulation.no_sync():
@@ -209,30 +209,43 @@ def _states_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[
         named = unwrap_compiled(what).named_parameters()
         return {name: known[id(param)] for name, param in named if id(param) in known}
     params = [what] if isinstance(what, Tensor) else list(what)
-    plain = [str(tuple(param.shape)) for param in params if id(param) not in known]
+    plain = [param for param in params if id(param) not in known]
     if plain:
         raise ShardingError(
-            "parameters that are not sharded have no shards to gather",
+            "what is no parameter of a sharded model has no shards to gather",
             "pass parameters of a sharded model, as model.parameters() gives them now",
-            [f"a parameter of shape {shape}" for shape in plain],
+            [
+                f"a {type(each).__name__} of shape {list(getattr(each, 'shape', ()))}"
+                for each in plain
+            ],
         )
     return {known[id(param)].spec.name: known[id(param)] for param in params}
 
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:
+    if not isinstance(config, (ZeroConfig, type(None))):  # users may pass anything
+        raise ConfigError(f"{config!r} is no configuration", "pass zerofx.ZeroConfig(stage=3, …)")
     config = with_registered(config or ZeroConfig())
     refuse_at_stage(config)
     return shard_model(model, config, fingerprint(pipeline(config, 0)), **how)
 
 
 def _session(model: nn.Module) -> Session:
-    session = session_of(unwrap_compiled(model))
+    session = session_of(_module(model))
     if session is None:
         raise ShardingError(
             f"{type(model).__name__} is not sharded",
             "call zerofx.shard(model, config), or run one forward of the compiled model first",
         )
     return session
+
+
+def _module(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"a {type(model).__name__} was given for the model", "pass the nn.Module itself"
+        )
+    return unwrap_compiled(model)
 
 
 leave_to_python("zerofx.api", "zerofx.runtime", "zerofx.sharding")

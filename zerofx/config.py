@@ -263,11 +263,14 @@ def refuse_unknown(options: Iterable[str]) -> None:
     Raises:
         ConfigError: names the nearest known one.
     """
-    known = {field.name for field in dataclasses.fields(ZeroConfig)} - {"stage"}
+    fields = {field.name for field in dataclasses.fields(ZeroConfig)}
+    known = fields - {"stage"}
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(key, {*fields, *ZERO_PLUS_PLUS}, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            if near == ["stage"]:
+                hint = 'the backend names the stage, as in backend="zero2"; '
             raise ConfigError(f"unknown option {key!r}", f"{hint}known: {', '.join(sorted(known))}")
 
 

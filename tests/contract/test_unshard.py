@@ -71,11 +71,14 @@ def _strangers() -> None:
     model = net()
     zerofx.shard(model, config(3))
     with (
-        refused("not sharded", "shape (3, 2)", "model.parameters()", kind=ShardingError),
+        refused("no parameter", "shape [3, 2]", "model.parameters()", kind=ShardingError),
         zerofx.unshard([model.first.weight, nn.Parameter(torch.zeros(3, 2))]),
     ):
         pass
     with refused("not sharded", kind=ShardingError), zerofx.unshard(net()):
+        pass
+    named: Any = model.named_parameters()
+    with refused("no parameter", "tuple of", kind=ShardingError), zerofx.unshard(named):
         pass
 
 

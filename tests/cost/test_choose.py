@@ -13,6 +13,7 @@ from tests.logs import heard
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.comm import algorithms_for
+from zerofx.errors import ConfigError
 from zerofx.frontend.choose import least_memory, predicted_peaks
 from zerofx.frontend.rehearsal import rehearse_model
 
@@ -83,3 +84,14 @@ def test_a_whole_configuration_gives_way() -> None:
 def test_memory_is_a_number_of_bytes(memory: Any) -> None:
     with pytest.raises(ValueError, match="device_memory"):
         ZeroConfig(device_memory=memory)
+
+
+def _refused() -> None:
+    for memory in (1, 1 << 40):  # alike on machines of any size
+        for options in ({"secondary_shards": True}, {"quantize_weights": "int8"}):
+            with pytest.raises(ConfigError, match=f"{next(iter(options))}.*some stages only"):
+                _chosen(memory, **options)
+
+
+def test_options_of_some_stages_only_are_refused() -> None:
+    run_ranks(2, _refused)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import zerofx.runtime.markers  # noqa: F401 (registers the eager kernels)
 from zerofx.config import Stage, ZeroConfig, config_from_options
-from zerofx.errors import UnsupportedError, ZeroFxError
+from zerofx.errors import ConfigError, UnsupportedError, ZeroFxError
 from zerofx.frontend import first_forward, step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
@@ -187,8 +187,15 @@ def _stage_for(
         return session.config.stage
     if root is None:
         return 0  # nothing to shard
-    # Options that have a meaning at some stages only: `zero` refuses them once it has chosen.
-    config = at_stage(config_from_options(3, _options_at(3, options)), 0)
+    given = config_from_options(3, _options_at(3, options))
+    config = at_stage(given, 0)
+    for name in ("secondary_shards", "quantize", "quantize_weights", "quantize_gradients"):
+        if getattr(config, name) != getattr(given, name):
+            raise ConfigError(
+                f"option {name}={getattr(given, name)!r} has a meaning at some stages only, and "
+                'backend="zero" chooses the stage',
+                'use backend="zero3"; `zerofx plan` says what fits',
+            )
     return choose_stage(module, inputs, root, config)
 
 

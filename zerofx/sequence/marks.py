@@ -30,9 +30,14 @@ def mark_sequence(*inputs: Tensor, dim: int = 1) -> None:
         dim: of their positions.
 
     Raises:
-        ConfigError: an input does not have the dimension.
+        ConfigError: an input is no tensor, or does not have the dimension.
     """
     for each in inputs:
+        if not isinstance(each, Tensor):
+            raise ConfigError(
+                f"mark_sequence was given a {type(each).__name__}",
+                'pass tensors one by one: mark_sequence(batch["input_ids"], batch["labels"])',
+            )
         if not -each.ndim <= dim < each.ndim:
             raise ConfigError(
                 f"mark_sequence was given dim={dim} of a tensor of shape {tuple(each.shape)}",
