@@ -274,6 +274,16 @@ def refuse_unknown(options: Iterable[str]) -> None:
             raise ConfigError(f"unknown option {key!r}", f"{hint}known: {', '.join(sorted(known))}")
 
 
+def differences(sharded: ZeroConfig, now: ZeroConfig) -> list[str]:
+    """Options of a model that was sharded with others, a line each."""
+    return [
+        f"sharded with {field.name}={one!r}, now with {field.name}={other!r}"
+        for field in dataclasses.fields(ZeroConfig)
+        if field.compare
+        and (one := getattr(sharded, field.name)) != (other := getattr(now, field.name))
+    ]
+
+
 def _as_tuple(value: Any) -> Any:
     """A list, or one string, as a tuple; anything else as it is."""
     if isinstance(value, list):

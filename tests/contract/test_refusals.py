@@ -197,7 +197,7 @@ def _options() -> None:
         options = {**FAST, **({"accumulate": 4} if stage == 2 else {})}
         with refused("was sharded with", words, kind=UnsupportedError):
             torch.compile(model, backend=f"zero{stage}", options=options)(*data(0))
-    with refused("sharded already", kind=ShardingError):
+    with refused("sharded already", "stage=2, now with stage=3", kind=ShardingError):
         zerofx.shard(model, config(3))
     with refused("not sharded", "zerofx.shard", kind=ShardingError):
         zerofx.refresh(net())

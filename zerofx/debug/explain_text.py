@@ -214,7 +214,8 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
         return
     worst = sorted(found, key=lambda each: -each.exposed)
     shown, rest = worst[:_MOST_ROWS], worst[_MOST_ROWS:]
-    width = min(44, max(len(each.name) + (5 if each.runs != 1 else 0) for each in shown))
+    longest = max(len(each.name) + (5 if each.runs != 1 else 0) for each in shown)
+    width = max(len("collective"), min(44, longest))
     wires = any(each.scale_bytes or each.across_bytes for each in found)
     more = f" {'scales':>8} {'inside':>8} {'across':>8}" if wires else ""
     yield f"{'collective':<{width}}  {'in':<8} {'sends':>8}{more} {'hidden':>8} {'exposed':>8}" + (

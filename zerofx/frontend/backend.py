@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx.runtime.markers  # noqa: F401 (registers the eager kernels)
-from zerofx.config import Stage, ZeroConfig, config_from_options
+from zerofx.config import Stage, ZeroConfig, config_from_options, differences
 from zerofx.errors import ConfigError, UnsupportedError, ZeroFxError
 from zerofx.frontend import first_forward, step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
@@ -214,14 +214,5 @@ def _check_options(described: GraphInputs, config: ZeroConfig) -> None:
                 "the model was sharded with other options than it is compiled with",
                 "use the same backend, options and registered passes in zerofx.shard and wherever "
                 "you compile it",
-                _differences(session.config, config),
+                differences(session.config, config),
             )
-
-
-def _differences(sharded: ZeroConfig, compiled: ZeroConfig) -> list[str]:
-    return [
-        f"sharded with {field.name}={one!r}, compiled with {field.name}={other!r}"
-        for field in dataclasses.fields(ZeroConfig)
-        if field.compare
-        and (one := getattr(sharded, field.name)) != (other := getattr(compiled, field.name))
-    ]

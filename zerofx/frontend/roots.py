@@ -234,7 +234,7 @@ def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]])
     if used:
         raise ShardingError(
             f"the forward of {type(root).__name__} used plain parameters before zerofx saw it "
-            "(a graph break that Dynamo could not compile around)",
+            "(only parts of it are compiled, or Dynamo left it to Python)",
             _REMEDY,
             used,
         )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofx.config import ZeroConfig
+from zerofx.config import ZeroConfig, differences
 from zerofx.errors import ShardingError
 from zerofx.runtime.collectives import broadcast
 from zerofx.runtime.dtensor_rules import answer_libraries
@@ -85,8 +85,9 @@ def shard_model(
         session = Session(config, materialise.device_of(model), least)
     elif session.config != config:
         raise ShardingError(
-            f"{type(model).__name__} is sharded already, with other options: {session.config}",
+            f"{type(model).__name__} is sharded already, with other options",
             "use the same backend and options wherever you compile it",
+            differences(session.config, config),
         )
     given = _first_rank_has_values(model, session)
     _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes, given)
