@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,7 +17,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerofx
-from tests.contract.loops import close, compiled, config, data, full, net, sgd, twin
+from tests.contract.loops import (
+    Net,
+    close,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    same,
+    sgd,
+    train,
+    twin,
+)
 from tests.logs import heard
 from tests.ranks import run_ranks
 from zerofx.runtime.pickles import say_once
@@ -119,3 +131,36 @@ def _one_rank_alone(stage: int, folder: str) -> list[str]:
 def test_one_rank_that_saves_alone(tmp_path: Path) -> None:
     first, other = run_ranks(2, _one_rank_alone, 3, str(tmp_path))
     assert len(first) == 1 and "every rank must write a file" in first[0] and not other
+
+
+class _Together(Net):
+    """A loss of all ranks' features, by collectives in `forward`: of CLIP, or of Barlow Twins."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        features = self.last(torch.tanh(self.first(x)))
+        if not self.gathers:
+            local = features.t() @ features
+            whole = local.detach().clone()
+            dist.all_reduce(whole)
+            return (local + (whole - local).detach() - torch.eye(5)).square().mean()
+        parts = [torch.zeros_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, features.detach())
+        parts[dist.get_rank()] = features
+        return (features @ torch.cat(parts).t()).square().mean()
+
+
+def _collectives(gathers: bool) -> None:
+    model, ddp = net(lambda: _Together(gathers)), twin(net(lambda: _Together(gathers)))
+    ours, theirs = sgd(model), sgd(ddp)
+    train(compiled(model, 3), ours)
+    train(ddp, theirs)
+    same(model, ddp)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_collectives_in_forward(gathers: bool) -> None:
+    run_ranks(2, _collectives, gathers)
