@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zerofx.errors import UnsupportedError
@@ -22,15 +22,22 @@ States = Mapping[str, ParamState]
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """A parameter when its value was handed out: this rank's rows, and a digest of the whole."""
+    """A parameter when its value was handed out."""
 
     rows: Tensor
-    digest: Tensor
+    """Of this rank."""
+    whole: Tensor
+    """The value, and the number of edits that autograd has counted."""
+    version: int
 
     @classmethod
     def of(cls, state: ParamState, whole: Tensor) -> Before:
         """What is there now."""
-        return cls(state.shard.detach().clone(), _digest(whole))
+        return cls(state.shard.detach().clone(), whole, _version(whole))
+
+    def is_touched(self, value: Tensor) -> bool:
+        """Whether somebody wrote to it, if to rows of other ranks alone, or put another there."""
+        return value is not self.whole or _version(value) != self.version
 
 
 @torch.no_grad()
@@ -50,15 +57,12 @@ def write_back(states: States, before: Mapping[str, Before], values: Mapping[str
     session = next(iter(states.values())).domain.session
     wholes = {name: full(values[name].detach()).to(session.device) for name in states}
     rows = {name: cut(wholes[name], state) for name, state in states.items()}
-    digests = [_digest(whole) for whole in wholes.values()]
-    edited = [
-        not same_bits(before[name].rows, local_tensor(rows[name]))
-        or not torch.equal(before[name].digest, digest)
-        for name, digest in zip(states, digests, strict=True)
-    ]
+    edited = [not same_bits(before[name].rows, local_tensor(rows[name])) for name in states]
     if session.world.size > 1:
-        edited, differ = _compared(session, edited, torch.stack(digests))
-        own = [name for name, *both in zip(states, edited, differ, strict=True) if all(both)]
+        touched = [before[name].is_touched(values[name]) for name in states]
+        flags = torch.tensor([edited, touched], device=session.device)
+        edited, touched = (_means(session, flags) > 0).tolist()
+        own = _unlike(session, {name: wholes[name] for name in itertools.compress(states, touched)})
         if own:
             raise UnsupportedError(
                 "ranks edited values of zerofx.unshard differently, and would keep rows of each",
@@ -66,10 +70,9 @@ def write_back(states: States, before: Mapping[str, Before], values: Mapping[str
                 "torch.distributed.broadcast(values[name], 0) on all",
                 own,
             )
-    for (name, state), is_edited in zip(states.items(), edited, strict=True):
-        if is_edited:
-            # Of the shard itself autograd would keep count, and speak before zerofx does.
-            state.param.copy_(rows[name])
+    for name in itertools.compress(states, edited):
+        # Of the shard itself autograd would keep count, and speak before zerofx does.
+        states[name].param.copy_(rows[name])
 
 
 def _refuse_unfit(states: States, values: Mapping[str, Tensor]) -> None:
@@ -88,21 +91,34 @@ def _refuse_unfit(states: States, values: Mapping[str, Tensor]) -> None:
         )
 
 
-def _compared(
-    session: Session, edited: Sequence[bool], digests: Tensor
-) -> tuple[list[bool], list[bool]]:
-    """Of each value whether any rank edited it, and whether ranks have it differently."""
-    mine = torch.cat([torch.tensor(edited, device=digests.device), digests, digests.square()])
-    tag = session.journal.record("all_reduce", "edited values")
-    (means,) = session.wait(all_reduce_mean([mine.double()], session.world, tag))
-    anywhere, mean, square = means.chunk(3)
+def _unlike(session: Session, wholes: Mapping[str, Tensor]) -> list[str]:
+    """Names of values that are not the same on all ranks."""
+    if not wholes:
+        return []
+    digests = torch.stack([_digest(whole) for whole in wholes.values()])
+    mean, square = _means(session, torch.stack([digests, digests.square()]))
     # The variance of whole numbers below 2**16 is 0, but for rounding, or 1 / (2 * ranks) at least.
     differ = square - mean.square() > 0.25 / session.world.size
-    return (anywhere > 0).tolist(), differ.tolist()
+    return list(itertools.compress(wholes, differ.tolist()))
+
+
+def _means(session: Session, mine: Tensor) -> Tensor:
+    tag = session.journal.record("all_reduce", "edited values")
+    (means,) = session.wait(all_reduce_mean([mine.double()], session.world, tag))
+    return means
+
+
+def _version(value: Tensor) -> int:
+    return -1 if value.is_inference() else value._version
 
 
 def _digest(value: Tensor) -> Tensor:
-    """A whole number below 2**16 of the bytes and their places."""
+    """A whole number below 2**16 of the bits and their places."""
     flat = as_bytes(value)
-    columns = F.pad(flat, (0, -len(flat) % 251)).view(-1, 251).sum(0, dtype=torch.int64)
-    return (columns * torch.arange(1, 252, device=columns.device)).sum() % 2**16
+    words = flat.new_zeros(-(-len(flat) // 4 // _COLUMNS), _COLUMNS * 4)
+    words.view(-1)[: len(flat)] = flat
+    columns = words.view(torch.int32).sum(0, dtype=torch.int64) % _PRIME
+    return (columns * torch.arange(1, _COLUMNS + 1, device=columns.device)).sum() % _PRIME
+
+
+_COLUMNS, _PRIME = 251, 65521
