@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -283,6 +285,8 @@ def _learns() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert losses[2] < losses[1] < losses[0]
+    again = torch.compile(copy.deepcopy(model), backend="zero3", options=EAGER)
+    assert torch.equal(again(draw(3, 4)), run(draw(3, 4)))
 
 
 def test_parameters_by_a_method_of_the_models_own() -> None:

@@ -133,7 +133,7 @@ def names_of(wanted: Collection[int], modules: Iterable[nn.Module]) -> list[str]
     found: dict[int, str] = {}
     for module in modules:
         # What torch.compile returns is a module, too; users know the one in it.
-        for name, param in unwrap_compiled(module).named_parameters():
+        for name, param in _params(unwrap_compiled(module)):
             if id(param) in wanted and len(name) > len(found.get(id(param), "")):
                 found[id(param)] = name
     return sorted(found.values())
@@ -176,8 +176,13 @@ def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module
     return inside
 
 
+def _params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Its parameters, whatever methods of its own take and give."""
+    return nn.Module.named_parameters(module)
+
+
 def _owned(module: nn.Module) -> set[int]:
-    return {id(param) for param in module.parameters()}
+    return {id(param) for _, param in _params(module)}
 
 
 def _that_train(owners: list[nn.Module], compiled: nn.Module) -> list[nn.Module]:
@@ -188,7 +193,7 @@ def _that_train(owners: list[nn.Module], compiled: nn.Module) -> list[nn.Module]
     leave them out; the guard of optimizers' steps finds whatever takes them in later.
     """
     own = _owned(compiled)
-    added = [[param for param in each.parameters() if id(param) not in own] for each in owners]
+    added = [[param for _, param in _params(each) if id(param) not in own] for each in owners]
     asked = any(param.requires_grad for params in added for param in params)
     stepped = _stepped_over() if asked else set[int]()
 
@@ -221,8 +226,7 @@ def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]])
     Its backward would need full values that sharding frees.
     """
     last = next(frame for frame, module in reversed(frames) if module is root)
-    named = root.named_parameters()
-    names = {id(param): name for name, param in named if not isinstance(param, DTensor)}
+    names = {id(param): name for name, param in _params(root) if not isinstance(param, DTensor)}
     used: dict[str, None] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
