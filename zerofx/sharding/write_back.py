@@ -22,12 +22,16 @@ States = Mapping[str, ParamState]
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """A parameter when its value was handed out."""
+    """A parameter when its value was handed out.
+
+    Attributes:
+        rows: of this rank.
+        whole: the value.
+        version: how many edits of the value autograd had counted.
+    """
 
     rows: Tensor
-    """Of this rank."""
     whole: Tensor
-    """The value, and the number of edits that autograd has counted."""
     version: int
 
     @classmethod
@@ -62,7 +66,8 @@ def write_back(states: States, before: Mapping[str, Before], values: Mapping[str
         touched = [before[name].is_touched(values[name]) for name in states]
         flags = torch.tensor([edited, touched], device=session.device)
         edited, touched = (_means(session, flags) > 0).tolist()
-        own = _unlike(session, {name: wholes[name] for name in itertools.compress(states, touched)})
+        looked_at = [any(found) for found in zip(edited, touched, strict=True)]
+        own = _unlike(session, {n: wholes[n] for n in itertools.compress(states, looked_at)})
         if own:
             raise UnsupportedError(
                 "ranks edited values of zerofx.unshard differently, and would keep rows of each",
