@@ -50,7 +50,7 @@ def sharded_by(stage: Any, **options: Any) -> ZeroConfig:
 
 
 class Run:
-    """A model, its compiled form and an optimizer."""
+    """A model, its compiled form and an optimizer, or several in its place."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Run:
             self.model, backend=f"zero{stage}", options={**OPTIONS, **options}
         )
         self.optimizer: Optimizer = AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
+        self.optimizers = [self.optimizer]
 
     def train(self, steps: Iterable[int]) -> list[float]:
         """Losses of the usual loop."""
@@ -77,8 +78,9 @@ class Run:
             loss = self.step(*batch("mlp", dist.get_rank(), number))
             loss.backward()
             losses.append(loss.item())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            for each in self.optimizers:
+                each.step()
+                each.zero_grad()
         return losses
 
     @staticmethod

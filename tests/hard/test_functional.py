@@ -106,6 +106,9 @@ class Flattened(nn.Module):
         return self.net(x).square().sum() + flat.square().mean() + largest.sum() + middle.sum()
 
 
+OF_PARAMETERS: dict[str, type[nn.Module]] = {"anchored": Anchored, "flattened": Flattened}
+
+
 def _gradients(net: nn.Module, x: Tensor) -> Tensor:
     return vmap(grad(lambda row: net(row).sum()))(x)
 
@@ -132,8 +135,8 @@ class Sensitive(nn.Module):
 
 
 def _derived(kind: str, stage: int) -> None:
-    if kind in ("anchored", "flattened"):
-        model: nn.Module = Anchored() if kind == "anchored" else Flattened()
+    if kind in OF_PARAMETERS:
+        model = OF_PARAMETERS[kind]()
     else:
         model = Learner(kind) if kind.startswith("maml") else Sensitive(kind)
     pair = Pair(model, stage, lr=0.01, rtol=1e-5)
