@@ -167,6 +167,11 @@ def _unwritable(folder: Path) -> None:
     saving = checkpoint.async_save(folder / "file" / "a", run.model)
     with refused("could not be written", kind=CheckpointError):
         saving.wait()
+    for node_local in (False, True):
+        with refused("could not be written", "`extra`", "no functions", kind=CheckpointError):
+            checkpoint.save(folder / "a", run.model, None, lambda: 0, node_local=node_local)
+    with refused("could not be written", "`extra`", "no functions", kind=CheckpointError):
+        checkpoint.async_save(folder / "a", run.model, None, (each for each in "ab"))
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def _refused() -> None:
     run = compiled(model, 3)
     loss = run(*data(0))
     own = torch.full((7,), float(dist.get_rank()))
+    nans = torch.full((2, 7), torch.nan)
+    nans[1 - dist.get_rank()] = 1
     writes: dict[str, Callable[[Any], Any]] = {
         "__iadd__": lambda w: w.__iadd__(loss),
         "mul_": lambda w: w.mul_(loss * torch.ones(7)),
@@ -134,6 +136,8 @@ def _refused() -> None:
         "an assignment": lambda w: w.__setitem__(2, loss),
         "__imul__": lambda w: w.__imul__(own),
         "add_": lambda w: w.add_(own[1]),
+        "sub_": lambda w: w.sub_(nans[0]),
+        "div_": lambda w: w.div_(nans[1]),
     }
     for name, write in writes.items():
         value = model.first.weight * 2

@@ -60,8 +60,8 @@ def save(
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.save"), _listed(optimizer)
     ranks.claim(path)
-    state = _state(model, optimizers, extra, ranks, everywhere=node_local)
     with _explained(path, ranks):
+        state = _state(model, optimizers, extra, ranks, everywhere=node_local)
         _write(path, state, ranks, node_local)
 
 
@@ -121,10 +121,11 @@ def async_save(
     ranks, optimizers = ranks_that_hold(model, "checkpoint.async_save"), _listed(optimizer)
     ranks.claim(path)
     copied: list[Any] = []
-    ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
-    extra = copied[0] if copied else None
-    # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
-    state = _copied(_state(model, optimizers, extra, ranks, everywhere=node_local))
+    with _explained(path, ranks):
+        ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
+        extra = copied[0] if copied else None
+        # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
+        state = _copied(_state(model, optimizers, extra, ranks, everywhere=node_local))
     # The thread talks to other ranks while training does: it needs a group of its own.
     group = ranks.new_group()
     thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -262,10 +263,12 @@ def _explained(path: str | os.PathLike[str], ranks: Ranks) -> Iterator[None]:
         with alone():
             yield
     except (CheckpointException, CheckpointError) as error:
+        reasons = _reasons(error, ranks)
+        remedy = "see whether the folder exists, may be written to and has room on every rank's host"
+        if any("pickle" in each for each in reasons):
+            remedy = "give as `extra` what pickle takes: numbers, state_dict()s, no functions"
         raise CheckpointError(
-            f"the checkpoint {path} could not be written",
-            "see whether the folder exists, may be written to and has room on every rank's host",
-            _reasons(error, ranks),
+            f"the checkpoint {path} could not be written", remedy, reasons
         ) from error
 
 

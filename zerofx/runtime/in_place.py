@@ -127,11 +127,12 @@ def refuse_own(what: Any, written: Tensor, *values: Any) -> None:
 
 def _is_everywhere(like: Any, value: Tensor) -> bool:
     """Whether all ranks have the same; they find it together."""
-    mesh, most = like.device_mesh, []
-    for each in (value, -value):
+    mesh, most, is_nan = like.device_mesh, [], value.isnan()
+    numbers = torch.stack([value.masked_fill(is_nan, 0), is_nan.to(value.dtype)])
+    for each in (numbers, -numbers):  # backends differ in what is larger than a NaN
         parts = [Partial("max")] * mesh.ndim
         most.append(full(DTensor.from_local(each.to(like.device), mesh, parts, run_check=False)))
-    return torch.allclose(most[0], -most[1], rtol=0, atol=0, equal_nan=True)
+    return torch.equal(most[0], -most[1])
 
 
 def write_whole(written: Any, write: Callable[[Tensor], Any]) -> Any:
