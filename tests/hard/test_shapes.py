@@ -71,6 +71,27 @@ def test_one_rank_recompiles_alone(stage: int) -> None:
     run_ranks(2, _ranks_of_their_own, stage)
 
 
+def _one_sample(stage: int, inner: str) -> None:
+    """The last batch has one sample on a rank, of which torch makes another graph."""
+    options, rtol = (EAGER, 1e-6) if inner == "eager" else (INDUCTOR, 1e-5)
+    net = nn.Sequential(
+        *(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)),
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+        nn.Linear(8, 1),
+    )
+    pair = Pair(net, stage, options, rtol=rtol)
+
+    def loss(run: nn.Module, number: int) -> Tensor:
+        return run(draw(3 if number == 0 else 1 + dist.get_rank(), 5, 8)).square().mean()
+
+    pair.train(loss, 2)
+
+
+@pytest.mark.parametrize(("stage", "inner"), [(3, "eager"), (3, "inductor"), (1, "eager")])
+def test_one_rank_has_one_sample(stage: int, inner: str) -> None:
+    run_ranks(2, _one_sample, stage, inner, timeout=220)
+
+
 class _Paired(nn.Module):
     """Two inputs whose sizes are one: of their symbols in Dynamo one replaces the other.
 

@@ -264,7 +264,7 @@ def _explained(path: str | os.PathLike[str], ranks: Ranks) -> Iterator[None]:
             yield
     except (CheckpointException, CheckpointError) as error:
         reasons = _reasons(error, ranks)
-        remedy = "see whether the folder exists, may be written to and has room on every rank's host"
+        remedy = "see whether the folder exists, may be written to and has room on each rank's host"
         if any("pickle" in each for each in reasons):
             remedy = "give as `extra` what pickle takes: numbers, state_dict()s, no functions"
         raise CheckpointError(

@@ -27,7 +27,8 @@ class Bucket:
 
     Attributes:
         name: the blocks of the model it serves: `layers.3`, `layers.2–layers.5`.
-        starts: what it replaces, in execution order; of one layout and codec, each of one member.
+        starts: what it replaces, of one layout and codec, each of one member; in the order in which
+            Dynamo found the parameters, which is that of other ranks, whatever sizes they see.
         full_bytes: size of the full values.
         reason: why it ends where it ends.
     """
@@ -87,7 +88,16 @@ def plan_buckets(
             _merge_unnumbered(_runs(program, items, target_bytes), target_bytes), target_bytes
         )
     ]
-    return BucketPlan(tuple(bucket for bucket in buckets if len(bucket.starts) > 1))
+    found = {name: place for place, name in enumerate(program.params)}
+    return BucketPlan(
+        tuple(
+            dataclasses.replace(
+                bucket, starts=tuple(sorted(bucket.starts, key=lambda s: found[facts(s).param]))
+            )
+            for bucket in buckets
+            if len(bucket.starts) > 1
+        )
+    )
 
 
 def default_target(whole_bytes: int, most_bytes: int = MOST_BYTES) -> int:

@@ -11,7 +11,7 @@ from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, gradients, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
-from zerofx.ir.view import only_returned
+from zerofx.ir.view import only_returned, positions
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
 
@@ -51,8 +51,9 @@ class FuseReduces(Pass):
 
     def apply(self, edit: Editor, plan: BucketPlan) -> None:
         """Insert one start for each bucket where its last gradient exists, then its waits."""
+        place = positions(edit.program.graph)
         for bucket in plan.buckets:
-            last = bucket.starts[-1]
+            last = max(bucket.starts, key=lambda start: place[start])
             shards = [shard for start in bucket.starts for shard in members(start)]
             grads = [grad for start in bucket.starts for grad in gradients(start)]
             args = (grads, shards, *last.args[2:])

@@ -13,6 +13,7 @@ from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
+from zerofx.ir.view import positions
 from zerofx.passes.base import Pass
 from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
 
@@ -52,8 +53,9 @@ class FuseUnshards(Pass):
 
     def apply(self, edit: Editor, plan: BucketPlan) -> None:
         """Insert one start for each bucket, and its waits right after it."""
+        place = positions(edit.program.graph)
         for bucket in plan.buckets:
-            first = bucket.starts[0]
+            first = min(bucket.starts, key=lambda start: place[start])
             shards = [shard for start in bucket.starts for shard in members(start)]
             record = bucket_facts(bucket, Role.UNSHARD)
             fused = edit.call_before(first, UNSHARD_START, (shards, *first.args[1:]), record)

@@ -105,7 +105,7 @@ def trace_and_compile(
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
-        decompositions=select_decomp_table() if inductor else None,
+        decompositions=_decompositions() if inductor else None,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
 
@@ -122,10 +122,21 @@ def trace_apart(
 
     `partition` gets the joint graph; it leaves by an exception of its own, nothing is compiled.
     """
-    table = select_decomp_table() if inductor else None
+    table = _decompositions() if inductor else None
     compiler = aot_autograd(fw_compiler=_no_compiler, partition_fn=partition, decompositions=table)
     with tracing(TracingContext(mode)), mode:
         compiler(module, fakes)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's, without those that make sums of products of one row or column only.
+
+    Such sums are computed again in backward, products are not: ranks with batches of one sample
+    would gather other parameters than the others.
+    """
+    products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm)
+    ops = {getattr(product, name) for product in products for name in product.overloads()}
+    return {op: how for op, how in select_decomp_table().items() if op not in ops}
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
