@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 pytest.importorskip("accelerate")
 
 import zerofx.integrations
-from tests.checkpoint.runs import bitwise
+from tests.checkpoint.runs import bitwise, full
 from tests.integrations.loops import Loop, Net, config_of, fresh_state, resumed, trained
 from tests.ranks import run_ranks
 from zerofx import ZeroConfig
@@ -45,6 +45,36 @@ def test_resumes_bitwise(stage: int, again: int, tmp_path: Path) -> None:
         assert files == ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin", "zerofx_0"]
 
 
+def two_optimizers(folder: str) -> None:
+    from zerofx.integrations import Accelerator
+
+    fresh_state()
+    accelerator, net = Accelerator(config_of(3), cpu=True), Net()
+    first, rest = net.layers[0].parameters(), net.layers[1:].parameters()
+    pair = torch.optim.AdamW(first, lr=0.01), torch.optim.SGD(rest, lr=0.1, momentum=0.9)
+    model, *optimizers = accelerator.prepare(net, *pair)
+
+    def step() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with accelerator.join_uneven_inputs([model]):
+            accelerator.backward(model(torch.randn(4, 7)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: full(value).clone() for name, value in model.state_dict().items()}
+
+    before = step()
+    accelerator.save_state(folder)
+    after = step()
+    accelerator.load_state(folder)
+    bitwise(model.state_dict(), before)
+    bitwise(step(), after)
+
+
+def test_two_optimizers_of_a_model_resume(tmp_path: Path) -> None:
+    run_ranks(2, two_optimizers, str(tmp_path / "state"), timeout=200)
+
+
 def in_low_precision() -> torch.dtype:
     """Accelerate's own autocast is inside the compiled forward; outputs are fp32 again."""
     loop = Loop(3, mixed_precision="bf16")
@@ -62,8 +92,12 @@ def test_mixed_precision_is_accelerates() -> None:
 
 
 def saved(folder: str) -> None:
-    """`save_model` writes full values, once."""
+    """`save_model` writes full values, once; rows are no such."""
+    from safetensors.torch import save_file
+
     loop = Loop(3)
+    with pytest.raises(UnsupportedError, match=r"export_safetensors[\s\S]*full_state_dict"):
+        save_file(loop.model.state_dict(), Path(folder, "rows"))
     loop.accelerator.save_model(loop.model, folder)
     loop.accelerator.wait_for_everyone()
     plain = Net()
@@ -103,6 +137,11 @@ def refusals() -> None:
         Accelerator(cpu=True, dynamo_backend="eager")
     fresh_state()
     accelerator = Accelerator(config_of(3), cpu=True)
+    with (
+        pytest.raises(ConfigError, match="even_batches=False"),
+        accelerator.join_uneven_inputs([], even_batches=False),
+    ):
+        pass
     with pytest.raises(UnsupportedError, match="wrapped in DistributedDataParallel"):
         accelerator.prepare(DistributedDataParallel(Net()))
     model = zerofx.shard(Net(), config_of(2))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.checkpoint.runs import full
 from tests.ranks import run_ranks
-from zerofx import ZeroConfig
+from zerofx import ZeroConfig, checkpoint
 from zerofx.errors import UnsupportedError
 
 lightning = pytest.importorskip("lightning.pytorch")
@@ -45,12 +45,36 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+class Two(Module):
+    """Steps by two optimizers, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        net, last = self.net.parameters(), self.last.parameters()
+        return torch.optim.AdamW(net, lr=0.05), torch.optim.SGD(last, lr=0.1, momentum=0.9)
+
+
 def data() -> DataLoader[Any]:
     rows = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(rows), batch_size=2)
 
 
-def fit(folder: str, stage: int | None, epochs: int, resume: str | None = None) -> Any:
+def fit(
+    folder: str,
+    stage: int | None,
+    epochs: int,
+    resume: str | None = None,
+    build: type[Module] = Module,
+) -> Any:
     from zerofx.integrations import ZeroStrategy
 
     plain = stage is None
@@ -60,14 +84,14 @@ def fit(folder: str, stage: int | None, epochs: int, resume: str | None = None) 
         devices=2,
         strategy=strategy,
         max_epochs=epochs,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.5,
+        accumulate_grad_batches=2 if build is Module else 1,
+        gradient_clip_val=0.5 if build is Module else None,
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Module()
+    module = build()
     trainer.fit(module, data(), data(), ckpt_path=resume)
     path = trainer.checkpoint_callback.best_model_path
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
@@ -89,7 +113,11 @@ def test_trains_as_over_ddp(tmp_path: Path, stage: int) -> None:
 
 def _resumes(folder: str) -> None:
     wanted, metrics, _, _ = fit(f"{folder}/whole", 2, 3)
-    _, _, path, _ = fit(f"{folder}/first", 2, 2)
+    values, _, path, _ = fit(f"{folder}/first", 2, 2)
+    module = Module()
+    checkpoint.load(path, module)
+    for got, want in zip(module.parameters(), values, strict=True):
+        assert torch.equal(got, want)
     params, again, _, steps = fit(f"{folder}/rest", 3, 3, path)
     assert steps == 9 and again == metrics
     assert all(torch.equal(got, want) for got, want in zip(params, wanted, strict=True))
@@ -97,6 +125,19 @@ def _resumes(folder: str) -> None:
 
 def test_resumes_bitwise_at_another_stage(tmp_path: Path) -> None:
     run_ranks(2, _resumes, str(tmp_path), timeout=120)
+
+
+def _two(folder: str) -> None:
+    plain, wanted, _, _ = fit(f"{folder}/ddp", None, 2, build=Two)
+    _, _, path, _ = fit(f"{folder}/first", 3, 1, build=Two)
+    params, metrics, _, _ = fit(f"{folder}/rest", 1, 2, path, Two)
+    assert metrics == pytest.approx(wanted, rel=1e-5)
+    for got, want in zip(params, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_two_optimizers_train_and_resume(tmp_path: Path) -> None:
+    run_ranks(2, _two, str(tmp_path), timeout=120)
 
 
 def _averages(folder: str) -> str:

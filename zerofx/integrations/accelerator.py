@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import zerofx
 from zerofx.config import ZeroConfig
-from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.recipe_accelerator import RecipeAccelerator
 from zerofx.runtime.in_place import full
@@ -113,6 +113,22 @@ class Accelerator(RecipeAccelerator):
         with zerofx.no_sync(model):
             yield
 
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Nothing: ranks have as many batches, as `even_batches` sees to.
+
+        Raises:
+            ConfigError: it is false, here or for this Accelerator.
+        """
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise ConfigError(
+                "even_batches=False: a rank whose batches are over first leaves the others waiting",
+                "leave it true; samples that ranks share then are there once in gather_for_metrics",
+            )
+        yield
+
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: int = 2
     ) -> Tensor | None:
@@ -148,8 +164,8 @@ class Accelerator(RecipeAccelerator):
             folder = str(
                 super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
             )
-        for number, (model, optimizer) in enumerate(pairs):
-            self.save_shards(Path(folder) / _FOLDER.format(number), model, optimizer)
+        for number, (model, its) in enumerate(pairs):
+            self.save_shards(Path(folder) / _FOLDER.format(number), model, its)
         return folder
 
     def load_state(
@@ -171,8 +187,8 @@ class Accelerator(RecipeAccelerator):
         with self._set_aside() as pairs:
 
             def read(_: list[nn.Module], folder: str) -> None:
-                for number, (model, optimizer) in enumerate(pairs):
-                    self.load_shards(Path(folder) / _FOLDER.format(number), model, optimizer)
+                for number, (model, its) in enumerate(pairs):
+                    self.load_shards(Path(folder) / _FOLDER.format(number), model, its)
 
             hook = self.register_load_state_pre_hook(read)
             try:
@@ -181,10 +197,10 @@ class Accelerator(RecipeAccelerator):
                 hook.remove()
 
     @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[list[tuple[nn.Module, Optimizer | None]]]:
-        """Each model with its optimizer, which Accelerate does not see meanwhile."""
+    def _set_aside(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
+        """Each model with its optimizers, which Accelerate does not see meanwhile."""
         models, optimizers = self._models, self._optimizers
-        pairs = [(model, _optimizer_of(model, optimizers)) for model in models]
+        pairs = [(model, _optimizers_of(model, optimizers)) for model in models]
         self._models, self._optimizers = [], []
         try:
             yield pairs
@@ -221,20 +237,9 @@ class Accelerator(RecipeAccelerator):
             )
 
 
-def _optimizer_of(model: nn.Module, optimizers: list[Any]) -> Optimizer | None:
-    """The optimizer of the model's parameters, without Accelerate's wrapper.
-
-    Raises:
-        UnsupportedError: several optimizers share the model.
-    """
+def _optimizers_of(model: nn.Module, optimizers: list[Any]) -> list[Optimizer]:
+    """Those of the model's parameters, without Accelerate's wrappers."""
     mine = {id(param) for param in model.parameters()}
-    found = [
+    return [
         each.optimizer for each in optimizers if any(id(param) in mine for param in params_of(each))
     ]
-    if len(found) > 1:
-        raise UnsupportedError(
-            f"{len(found)} optimizers share {type(unwrap_compiled(model)).__name__}",
-            "give one optimizer several parameter groups, or call zerofx.checkpoint yourself",
-            [type(optimizer).__name__ for optimizer in found],
-        )
-    return found[0] if found else None

@@ -29,8 +29,8 @@ class ZeroStrategy(DDPStrategy):
         kwargs: those of `DDPStrategy` that are not DistributedDataParallel's.
 
     Raises:
-        UnsupportedError: several optimizers share the module, a callback averages weights, or a
-            checkpoint goes to a storage of one's own.
+        UnsupportedError: a callback averages weights, or a checkpoint goes to a storage of one's
+            own.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class ZeroStrategy(DDPStrategy):
         if storage_options is not None:
             raise UnsupportedError("ZeroStrategy takes no storage_options", "leave them out")
         assert self.model is not None
-        sharded.save(self.broadcast(filepath), self.model, self._optimizer(), checkpoint)
+        sharded.save(self.broadcast(filepath), self.model, self.optimizers, checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load what `save_checkpoint` saved, at any stage and on any number of ranks."""
         assert self.model is not None
-        return sharded.load(self.broadcast(checkpoint_path), self.model, self._optimizer())
+        return sharded.load(self.broadcast(checkpoint_path), self.model, self.optimizers)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` did it."""
@@ -114,15 +114,6 @@ class ZeroStrategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    def _optimizer(self) -> Optimizer | None:
-        if len(self.optimizers) > 1:
-            raise UnsupportedError(
-                f"{len(self.optimizers)} optimizers share the module",
-                "give one optimizer several parameter groups",
-                [type(optimizer).__name__ for optimizer in self.optimizers],
-            )
-        return self.optimizers[0] if self.optimizers else None
 
 
 def _refuse_averages(callbacks: Iterable[Any]) -> None:

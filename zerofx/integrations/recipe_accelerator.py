@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from zerofx import checkpoint
+from zerofx.checkpoint.store import Optimizers
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.routing import TokenRouter
@@ -167,7 +168,7 @@ class RecipeAccelerator(accelerate.Accelerator):
             return joined_state_dict(model, self.parts)
         return checkpoint.full_state_dict(model)
 
-    def save_shards(self, folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def save_shards(self, folder: Path, model: nn.Module, optimizer: Optimizers | None) -> None:
         """Save rows, each part of a model in a folder of its own; every rank calls it.
 
         With `save_on_each_node`, or a file that asks for it, each node has its own disk.
@@ -177,7 +178,7 @@ class RecipeAccelerator(accelerate.Accelerator):
         checkpoint.save(self._part(folder), model, optimizer, extra, node_local=node_local)
 
     def load_shards(
-        self, folder: Path, model: nn.Module, optimizer: Optimizer | None = None
+        self, folder: Path, model: nn.Module, optimizer: Optimizers | None = None
     ) -> None:
         """Load what `save_shards` saved; with an optimizer, tokens are routed as they were then.
 
@@ -188,7 +189,7 @@ class RecipeAccelerator(accelerate.Accelerator):
         if not node_local:  # else a node may have some parts only
             _refuse_other_parts(folder, self.parts)
         extra = checkpoint.load(self._part(folder), model, optimizer, node_local=node_local)
-        if self.router is None or optimizer is None:
+        if self.router is None or not optimizer:
             return
         if extra is None:
             raise CheckpointError(

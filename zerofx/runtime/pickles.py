@@ -10,10 +10,11 @@ from __future__ import annotations
 import copyreg
 import functools
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.tensor import DTensor
 
+from zerofx.errors import UnsupportedError
 from zerofx.runtime.foreign import WRITTEN, which_rows
 from zerofx.runtime.handles import sessions_on
 from zerofx.runtime.parameter import KINDS, local_tensor, plain
@@ -49,5 +50,17 @@ def say_once() -> None:
     )
 
 
+def _storage(value: DTensor) -> NoReturn:
+    """What safetensors asks for last, before it would write rows as if they were the whole."""
+    raise UnsupportedError(
+        f"a sharded tensor of shape {list(value.shape)} has no memory that safetensors could write",
+        "zerofx.checkpoint.export_safetensors(model, folder) on every rank; or, on every rank, "
+        "save_pretrained(folder, state_dict=zerofx.checkpoint.full_state_dict(model), "
+        "is_main_process=rank == 0)",
+    )
+
+
 for _kind in (DTensor, *KINDS):
     copyreg.pickle(_kind, _reduce)
+for _kind in KINDS:
+    _kind.storage = _storage
