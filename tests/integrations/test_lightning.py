@@ -32,7 +32,7 @@ class Module(lightning.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.net(x)))
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
         (x,) = batch
         loss = (self(x) - x.sum(1, keepdim=True)).square().mean() + self.net(x).square().mean()
         self.log("loss", loss)

@@ -50,10 +50,10 @@ def say_once() -> None:
     )
 
 
-def _storage(value: DTensor) -> NoReturn:
+def _storage(self: DTensor) -> NoReturn:
     """What safetensors asks for last, before it would write rows as if they were the whole."""
     raise UnsupportedError(
-        f"a sharded tensor of shape {list(value.shape)} has no memory that safetensors could write",
+        f"a sharded tensor of shape {list(self.shape)} has no memory that safetensors could write",
         "zerofx.checkpoint.export_safetensors(model, folder) on every rank; or, on every rank, "
         "save_pretrained(folder, state_dict=zerofx.checkpoint.full_state_dict(model), "
         "is_main_process=rank == 0)",
