@@ -1,4 +1,4 @@
-"""Pickles of sharded tensors: one rank's rows, and a note of which they are.
+"""Files of sharded tensors: a pickle has one rank's rows, and a note of which; safetensors none.
 
 `if rank == 0: torch.save(model.state_dict(), …)` is right for a model that every rank has whole.
 Of a sharded one it keeps one rank's rows: that is said when it happens, and no other rank takes
