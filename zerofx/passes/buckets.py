@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -88,16 +88,14 @@ def plan_buckets(
             _merge_unnumbered(_runs(program, items, target_bytes), target_bytes), target_bytes
         )
     ]
-    found = {name: place for place, name in enumerate(program.params)}
-    return BucketPlan(
-        tuple(
-            dataclasses.replace(
-                bucket, starts=tuple(sorted(bucket.starts, key=lambda s: found[facts(s).param]))
-            )
-            for bucket in buckets
-            if len(bucket.starts) > 1
-        )
-    )
+    found = {name: number for number, name in enumerate(program.params)}
+    return BucketPlan(tuple(_as_found(each, found) for each in buckets if len(each.starts) > 1))
+
+
+def _as_found(bucket: Bucket, found: Mapping[str, int]) -> Bucket:
+    """With its members by the places in which their parameters were found."""
+    starts = sorted(bucket.starts, key=lambda start: found[facts(start).param])
+    return dataclasses.replace(bucket, starts=tuple(starts))
 
 
 def default_target(whole_bytes: int, most_bytes: int = MOST_BYTES) -> int:

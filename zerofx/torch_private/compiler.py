@@ -134,9 +134,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     Such sums are computed again in backward, products are not: ranks with batches of one sample
     would gather other parameters than the others.
     """
-    products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm)
-    ops = {getattr(product, name) for product in products for name in product.overloads()}
-    return {op: how for op, how in select_decomp_table().items() if op not in ops}
+    aten, table = torch.ops.aten, select_decomp_table()
+    products = (aten.mm, aten.bmm, aten.addmm)
+    return {
+        op: how for op, how in table.items() if getattr(op, "overloadpacket", op) not in products
+    }
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
