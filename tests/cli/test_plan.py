@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from zerofx.cli.main import main
 from zerofx.cost.compute import Roofline
@@ -230,10 +231,48 @@ def test_flags_that_mean_nothing_at_any_stage_asked_for(
     assert code == 0
 
 
+class Sized(nn.Linear):
+    """Does something else with a batch as large as its `size`; with any, if it has none."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__(64, 64)
+        self.size = size
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x) if self.size is None else len(x) == self.size):
+            x = super().forward(x).relu()
+        return super().forward(x)
+
+
+SIZED = ["--input", "float32[B,64]", "--world-size", "4", "--stage", "3"]
+
+
 def test_batches_with_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """Two programs of other nodes tell nothing of the batches beyond them."""
-    heads = "num_attention_heads=2,num_key_value_heads=2"
-    llama = f"llama(num_hidden_layers=2,hidden_size=64,intermediate_size=64,vocab_size=100,{heads})"
-    assert main(["plan", llama, "--world-size", "4", "--length", "8"]) == 1
+    assert main(["plan", "tests.cli.test_plan:Sized", *SIZED]) == 1
+    assert "batches of other sizes have other programs" in capsys.readouterr().err
+
+
+def test_one_batch_with_another_program(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for size in (2, 1024):
+        assert main(["plan", f"tests.cli.test_plan:Sized(size={size})", *SIZED, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["stages"]["3"])
+    for figure in ("peak_bytes", "activations_per_batch", "sent_bytes", "step_seconds"):
+        assert plans[0][figure] == pytest.approx(plans[1][figure]), figure
+
+
+class Raises(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("sentences of 9 words at most")
+
+
+def test_what_a_model_itself_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    target = "tests.cli.test_plan:Raises(in_features=2, out_features=2)"
+    assert main(["plan", target, *SIZED]) == 1
     said = capsys.readouterr().err
-    assert "batches of 1 and 2 have other programs" in said and "--length" in said
+    assert "it raises ValueError" in said and "sentences of 9 words at most" in said
+    assert "in forward: raise ValueError" in said and "--length" in said

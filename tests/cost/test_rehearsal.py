@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from benchmarks.gpt import Gpt
 from tests.models import batch, make
@@ -27,6 +29,7 @@ from zerofx.ir.view import identity_source
 from zerofx.torch_private import fake_mode
 
 WORLD = 4
+LOGGER = logging.getLogger(__name__)
 
 
 @pytest.fixture
@@ -105,3 +108,28 @@ def test_stacks_of_equal_blocks_are_found() -> None:
         for number, block in enumerate((numbered := Gpt(depth=8)).blocks):
             block.layer_idx = number
         assert stack_depth(numbered) == 8
+
+
+class _Reads(nn.Module):
+    """Constructors that ask for values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(4, 4), std=0.02))
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.warning("as good as none")
+        return x @ self.weight * self.rates[2]
+
+
+def test_constructors_that_read_and_models_that_log(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[_Reads] = []
+
+    def build() -> nn.Module:
+        made.append(_Reads())
+        return made[-1]
+
+    rehearsal = rehearse_model(build, lambda: ((torch.zeros(2, 4),), {}), "eager")
+    assert made[0].rates == pytest.approx([0.0, 0.05, 0.1]) and made[0].weight.device.type == "cpu"
+    assert [spec.name for spec in rehearsal.params] == ["weight"] and LOGGER.name not in caplog.text

@@ -35,7 +35,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add("--quantize-gradients", metavar="CODEC", help="reductions send codes; two hops: int8,int4")
     add("--quantize-exact", action="append", metavar="PATTERN", help="what does not; repeatable")
     add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
-    add("--length", type=int, default=2048, metavar="S", help="S in --input (2048)")
+    add("--length", type=int, metavar="S", help="S in --input (2048, or what the model takes)")
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
     add("--precision", choices=PRECISIONS, default="fp32", help="fp32, or 16-bit with fp32")
     add("--stage", type=int, choices=(0, 1, 2, 3), action="append", help="only these; repeatable")

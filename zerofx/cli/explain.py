@@ -22,6 +22,7 @@ from zerofx.debug.outcome import Setting
 from zerofx.debug.record import Recorder, captured_of
 from zerofx.debug.script import run_script
 from zerofx.errors import ConfigError
+from zerofx.frontend.constructors import construct
 from zerofx.frontend.planner import DATACENTER_GPU, Machine
 from zerofx.runtime.session import Session
 from zerofx.runtime.speed import measure_roofline
@@ -76,14 +77,14 @@ def _refuse_misplaced(args: argparse.Namespace, is_script: bool) -> None:
 def _target(args: argparse.Namespace, progress: Progress) -> Explanation:
     target = find_target(args.script, args.input)
     batch = 2 if args.batch is None else args.batch
-    length = 128 if args.length is None else args.length
+    length = target.length(args.length, 128)
     check_inputs(batch, length)
     stage = cast(Stage, 3 if args.stage is None else args.stage)
     setting = Setting(
         ZeroConfig(stage=stage, dump=""), num_ranks_of(args, _RANKS), machine_of(args), args.memory
     )
     with fake_mode():
-        model = target.build()
+        model = construct(target.build)
         plain, named = target.inputs(batch, length)
     return explain_model(
         model,

@@ -23,14 +23,16 @@ from zerofx.frontend.planner import Plan, Planner
 from zerofx.passes.pipelines import pipeline
 
 _PRECISIONS = dict(zip(PRECISIONS, (FP32_ADAM, MIXED_ADAM), strict=True))
+_LENGTH = 2048
 _DTYPES = {name: getattr(torch, name) for name in PARAM_DTYPES}
 
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Make the plan; a check fails if nothing fits into `--memory`."""
     num_ranks = num_ranks_of(args)
-    check_inputs(args.batch, args.length)
     target = find_target(args.target, args.input)
+    length = target.length(args.length, _LENGTH)
+    check_inputs(args.batch, length)
     precision = _PRECISIONS[args.precision]
     config = _config(args)
     planner = Planner(
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         precision=precision,
         num_ranks=num_ranks,
         batch=args.batch,
-        length=args.length,
+        length=length,
         whole=args.whole,
         say=progress.step,
     )
@@ -50,8 +52,9 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     pipeline(dataclasses.replace(config, stage=stages[-1]), 0)
     plan = _plan(planner, stages)
     formulas = _closed_forms(planner, stages) if args.formula else {}
+    shown = length if target.most_length else None
     asked = Question(
-        target.text, num_ranks, args.batch, args.length, args.memory, precision, config, formulas
+        target.text, num_ranks, args.batch, shown, args.memory, precision, config, formulas
     )
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
@@ -81,7 +84,7 @@ def _plan(planner: Planner, stages: Sequence[Stage]) -> Plan:
         return planner.plan(stages)
     except NotAlikeError as error:
         raise UnsupportedError(
-            f"batches of {planner.batch} and {planner.batch + 1} have other programs ({error})",
+            f"batches of other sizes have other programs ({error})",
             "ask for another --batch or --length",
         ) from error
 

@@ -25,7 +25,7 @@ class Question:
         target: the model, as it was written.
         num_ranks: W.
         batch: micro-batch size.
-        length: S.
+        length: S; `None` if no input has one.
         memory_bytes: of a device; `None` if nobody asks whether it fits.
         precision: of parameters and optimizer.
         config: the options but for the stage.
@@ -35,7 +35,7 @@ class Question:
     target: str
     num_ranks: int
     batch: int
-    length: int
+    length: int | None
     memory_bytes: int | None
     precision: Precision
     config: ZeroConfig
@@ -69,7 +69,8 @@ def as_data(plan: Plan, asked: Question) -> dict[str, Any]:
 def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     """For people."""
     num_params = show_count(plan.num_params)
-    shape = f"batch {asked.batch} × length {asked.length} a rank"
+    length = "" if asked.length is None else f" × length {asked.length}"
+    shape = f"batch {asked.batch}{length} a rank"
     head = (
         f"{asked.target}\nΨ = {num_params} parameters, W = {asked.num_ranks} ranks, {shape},\n"
         f"{_precision(asked.precision)}\n"

@@ -10,6 +10,7 @@ Nothing is fetched. `build` is called inside a fake tensor mode, so that no weig
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import importlib.util
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.cli.architectures import architecture_of, inputs_of, most_length_of
 from zerofx.errors import ConfigError
 from zerofx.page.build import read_object
 
@@ -42,11 +44,17 @@ class Target:
         text: as it was written.
         build: makes the model.
         inputs: makes one batch: positional and named inputs of `forward`, for `(batch, length)`.
+        most_length: that the model has positions for; 0 if no input has a length.
     """
 
     text: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
+    most_length: int
+
+    def length(self, asked: int | None, otherwise: int) -> int:
+        """What was asked for, or else `otherwise`, if the model takes that much."""
+        return min(otherwise, self.most_length or otherwise) if asked is None else asked
 
 
 def find_target(text: str, specs: list[str]) -> Target:
@@ -54,8 +62,8 @@ def find_target(text: str, specs: list[str]) -> Target:
 
     Args:
         text: TARGET of the command line.
-        specs: of inputs, `int64[B,S]` or `name=float32[B,3,32,32]`. By default token ids and, for
-            models of transformers, the same as labels.
+        specs: of inputs, `int64[B,S]` or `name=float32[B,3,32,32]`. By default token ids, or what
+            `zerofx.cli.architectures` knows of a model of transformers.
 
     Raises:
         ConfigError: it names nothing that can be built.
@@ -64,15 +72,21 @@ def find_target(text: str, specs: list[str]) -> Target:
     if match is None:
         raise ConfigError(f"target {text!r} cannot be read", _FORMS)
     name, arguments = match["name"], _arguments(text, match["arguments"])
+    most = sys.maxsize
     if ":" in name and not Path(name).exists():
-        build, default = _factory(text, name, arguments), ["int64[B,S]"]
+        build, specs = _factory(text, name, arguments), specs or ["int64[B,S]"]
     else:
-        build, default = (
-            _from_config(name, arguments),
-            ["input_ids=int64[B,S]", "labels=int64[B,S]"],
-        )
-    parsed = [_input(spec) for spec in specs or default]
-    return Target(text, build, lambda batch, length: _make_inputs(parsed, batch, length))
+        architecture, config = _from_config(name, arguments)
+        specs, most = specs or inputs_of(architecture, config), most_length_of(config)
+
+        def build() -> nn.Module:
+            model: nn.Module = architecture(copy.deepcopy(config))
+            return model.train()
+
+    parsed = [_input(spec) for spec in specs]
+    if not any("S" in extents for _, _, extents in parsed):
+        most = 0
+    return Target(text, build, lambda batch, length: _make_inputs(parsed, batch, length), most)
 
 
 def _arguments(text: str, inner: str | None) -> dict[str, Any]:
@@ -126,9 +140,10 @@ def _find_like_python() -> None:
         sys.path.insert(0, "")
 
 
-def _from_config(name: str, overrides: dict[str, Any]) -> Callable[[], nn.Module]:
+def _from_config(name: str, overrides: dict[str, Any]) -> tuple[Any, Any]:
+    """A class of transformers, and its configuration."""
     try:
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise ConfigError(
             f"target {name!r} is for transformers, which is not installed",
@@ -145,12 +160,9 @@ def _from_config(name: str, overrides: dict[str, Any]) -> Callable[[], nn.Module
     # Caches are for generation; they would hold keys and values while training.
     config = AutoConfig.for_model(kind, **{"use_cache": False, **fields})
     _refuse_unknown(kind, config, overrides)
-
-    def build() -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-        return model.train()
-
-    return build
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # files say which; any will do without values
+    return architecture_of(config), config
 
 
 def _fields(name: str, known: Iterable[str]) -> dict[str, Any]:

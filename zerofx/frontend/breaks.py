@@ -69,6 +69,8 @@ def read_words(words: str) -> tuple[str, tuple[str, ...]]:
     """Dynamo's words as one line of reason, and remedies."""
     if words.startswith(("generic_jump", "Data-dependent branching")):
         return _BRANCH
+    if raised := _RAISED.search(words):
+        return f"it raises {raised[1]}", (_OWN_ERROR,)
     lines = [line.strip() for line in words.strip().splitlines()]
     explained = [line.partition(": ")[2] for line in lines if line.startswith("Explanation: ")]
     hints = [line.partition(": ")[2] for line in lines if line.startswith("Hint: ")]
@@ -87,6 +89,9 @@ _BRANCH = (
     ("write torch.where(condition, a, b) or torch.cond, or move the branch out of forward",),
 )
 
+
+_RAISED = re.compile(r"^Observed exception.*raised exception (\S[^\n]*)", re.S)
+_OWN_ERROR = "call the model with such inputs, without torch.compile, to see its own error"
 
 _REMEDY = (
     "Move this line out of the compiled function, or compile the parts before and behind it; "

@@ -17,6 +17,7 @@ from zerofx.torch_private import (
     FakeMode,
     fake_mode,
     graph_breaks,
+    logging_left_out,
     trace_apart,
     where_dynamo_stopped,
 )
@@ -68,12 +69,13 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> DynamoGraph:
-    """Dynamo's one graph of a call, and its inputs.
+    """Dynamo's one graph of a call, and its inputs; what the call logs is left out.
 
     Raises:
         UnsupportedError: Dynamo needs several graphs; it says where and why.
     """
-    call = _call(model, args, kwargs, fullgraph=True)
+    with logging_left_out():
+        call = _call(model, args, kwargs, fullgraph=True)
     if call.error is not None:
         raise _refusal(model, call.error) from call.error
     if not call.graphs:
@@ -175,7 +177,7 @@ def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
 
 _ONE_GRAPH = (
     "A plan needs a forward that torch.compile(model, fullgraph=True) takes, and inputs that fit "
-    "it (--input, if they are not token ids)."
+    "it (--input, if they are not token ids; --length, if they are too long)."
 )
 
 

@@ -22,6 +22,7 @@ from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision
 from zerofx.cost.surface import peak_expression
+from zerofx.frontend.constructors import construct
 from zerofx.frontend.rehearsal import buffer_bytes, describe_params, lay_out, rehearse_model
 from zerofx.frontend.resident import kept_codes, resident_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
@@ -121,7 +122,7 @@ class Planner:
         """
         self.say("building the model")
         with fake_mode():
-            model = self._model(0)
+            model = construct(lambda: self._model(0))
         params = describe_params(model, self.config.param_dtype)
         depth = 0 if self.whole else stack_depth(model)
         buffers = buffer_bytes(model)
@@ -194,12 +195,27 @@ class Planner:
     def _at_depth(
         self, config: ZeroConfig, stages: Sequence[int], depth: int, weighed: dict[int, Weighing]
     ) -> dict[int, View]:
-        """Programs of two batch sizes; whether codes pay is found once for all of a stage."""
+        """Programs of two batch sizes, of others if those of the first differ."""
         # Programs of one sample may differ from all others: sizes of 1 drop out.
         batch = max(2, self.batch)
+        try:
+            return self._at_batches(config, stages, depth, (batch, batch + 1), weighed)
+        except NotAlikeError:
+            # By chance, as where the batch is as large as another extent.
+            return self._at_batches(config, stages, depth, (batch + 3, batch + 5), weighed)
+
+    def _at_batches(
+        self,
+        config: ZeroConfig,
+        stages: Sequence[int],
+        depth: int,
+        batches: tuple[int, int],
+        weighed: dict[int, Weighing],
+    ) -> dict[int, View]:
+        """Whether codes pay is found once for all of a stage."""
         where = f"{depth} blocks" if depth else "the model"
         rehearsals = []
-        for size in (batch, batch + 1):
+        for size in batches:
             self.say(f"tracing {where} at batch size {size}")
             model = functools.partial(self._model, depth)
             inputs = functools.partial(self.inputs, size, self.length)
@@ -210,12 +226,12 @@ class Planner:
             chosen, machine = at_stage(config, stage), self.machine
             if stage not in weighed:
                 weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, machine)
-            programs = [
+            one, other = (
                 each.programs(chosen, self.num_ranks, (), machine, weighed[stage])
                 for each in rehearsals
-            ]
+            )
             fused = config.inner == "inductor"
-            views[stage] = look(programs[0], programs[1], batch, self.batch, machine, fused=fused)
+            views[stage] = look((one, other), batches, self.batch, machine, fused=fused)
         return views
 
     def _with_bucket_size(self, params: Iterable[ParamSpec]) -> ZeroConfig:

@@ -19,6 +19,7 @@ from zerofx.cost.machine import Machine, machine_of
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
+from zerofx.frontend.constructors import construct
 from zerofx.frontend.dump import Dump, Reader
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
@@ -205,7 +206,7 @@ def rehearse_model(
         UnsupportedError: the model is more than one graph to Dynamo; the message says where.
     """
     with fake_mode():
-        model = build()
+        model = construct(build)
         args, kwargs = inputs()
         module, values = dynamo_graph(model, args, kwargs)
     return rehearse_graph(module, values, model, inner=inner, cast=cast)

@@ -83,14 +83,18 @@ class View:
 
 
 def look(
-    one: Programs, other: Programs, batch: int, wanted: int, machine: Machine, *, fused: bool
+    programs: tuple[Programs, Programs],
+    batches: tuple[int, int],
+    wanted: int,
+    machine: Machine,
+    *,
+    fused: bool,
 ) -> View:
     """Look at one stage's programs of two batch sizes.
 
     Args:
-        one: programs at the batch size `batch`.
-        other: programs at `batch + 1`.
-        batch: see there.
+        programs: of each of them.
+        batches: the two sizes.
         wanted: the batch size whose time is asked for.
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
@@ -98,19 +102,19 @@ def look(
     Raises:
         NotAlikeError: the programs depend on the batch size by more than their shapes.
     """
+    batch, batch2 = batches
     (forward, backward, held), (forward2, backward2, held2) = (
-        _curves(programs, machine.algorithms, fused) for programs in (one, other)
+        _curves(each, machine.algorithms, fused) for each in programs
     )
     lasting, lasting2 = (sum(h.values[piece] for piece in h.lasting) for h in (held, held2))
-    slope = lasting2 - lasting
-    base, more = (times_of(timelines(programs, machine, fused=fused)) for programs in (one, other))
-    times = base.towards(more, wanted - batch)
+    slope = (lasting2 - lasting) / (batch2 - batch)
+    base, more = (times_of(timelines(each, machine, fused=fused)) for each in programs)
     return View(
-        line_through(forward, batch, forward2, batch + 1),
-        line_through(backward, batch, backward2, batch + 1),
+        line_through(forward, batch, forward2, batch2),
+        line_through(backward, batch, backward2, batch2),
         (lasting - batch * slope, slope),
-        times,
-        traffic(one),
+        base.towards(more, (wanted - batch) / (batch2 - batch)),
+        traffic(programs[0]),
     )
 
 

@@ -68,7 +68,7 @@ from zerofx.torch_private.foreach import (
     foreach_by_default,
     update_local_tensors,
 )
-from zerofx.torch_private.frames import leave_to_python
+from zerofx.torch_private.frames import leave_to_python, logging_left_out
 from zerofx.torch_private.given import (
     before_forwards,
     is_mixing,
@@ -123,6 +123,7 @@ from zerofx.torch_private.tensors import (
     transpose_in_place,
     unwrap_compiled,
     with_local,
+    with_values,
 )
 from zerofx.torch_private.turns import in_turns
 
@@ -188,6 +189,7 @@ __all__ = [
     "live_ranks",
     "local_part",
     "local_parts",
+    "logging_left_out",
     "looked_up",
     "lookup_seed_op",
     "loses_numbers",
@@ -231,5 +233,6 @@ __all__ = [
     "where_dynamo_stopped",
     "why_graph_ended",
     "with_local",
+    "with_values",
     "without_parts",
 ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo import config
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._subclasses import fake_tensor
 
 
 def leave_to_python(*packages: str) -> None:
@@ -27,6 +31,25 @@ def leave_to_python(*packages: str) -> None:
         if name.startswith(packages):
             for code in _codes(vars(module).values(), name):
                 set_code_exec_strategy(code, skip)
+
+
+@contextmanager
+def logging_left_out() -> Iterator[None]:
+    """Dynamo leaves out calls of loggers, each of which would end a graph.
+
+    Nor does torch log an operation that cannot be, before its error says so.
+    """
+    name = "ignore_logging_functions"
+    if not hasattr(config, name):
+        name = "ignore_logger_methods"  # torch 2.11
+    methods = {method for method in vars(logging.Logger).values() if callable(method)}
+    fakes, disabled = fake_tensor.log, fake_tensor.log.disabled
+    fakes.disabled = True
+    try:
+        with config.patch({name: getattr(config, name) | methods}):
+            yield
+    finally:
+        fakes.disabled = disabled
 
 
 def _codes(values: Any, module: str) -> Iterator[CodeType]:

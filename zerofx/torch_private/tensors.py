@@ -12,7 +12,7 @@ from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeA
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import FakeCopyMode
+from torch._subclasses.fake_tensor import FakeCopyMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
@@ -216,6 +216,19 @@ def size_hint(size: int | torch.SymInt) -> int:
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and devices, and no memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_values(fake: FakeTensor, compute: Callable[[], Tensor]) -> Tensor:
+    """A fake tensor like `fake` that knows its values; single ones may be read.
+
+    Args:
+        fake: made by an operation without tensors as arguments.
+        compute: does the operation.
+    """
+    with unset_fake_temporarily():
+        real = compute()
+    mode = fake.fake_mode
+    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
 
 
 def concrete_copy(values: Any, mode: FakeTensorMode) -> Any:

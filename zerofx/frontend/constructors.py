@@ -1,0 +1,57 @@
+"""Constructors on fake tensors, which have no values: what they read is known all the same.
+
+`trunc_normal_` asks whether a draw is to be repeated, and stochastic depth takes its rates from a
+`linspace`, number by number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zerofx.torch_private import DispatchMode, with_values
+
+_IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_RANGES = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.aten.logspace)
+_MOST_VALUES = 4096
+
+
+def construct(build: Callable[[], nn.Module]) -> nn.Module:
+    """`build()` in the fake mode that is on, where it would fail for want of values.
+
+    Raises:
+        DataDependentOutputException: a constructor reads a value that is drawn or computed.
+    """
+    with _NothingDrawn(), _RangesHaveValues():
+        return build()
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Functions of `nn.init` that draw until values fit leave a tensor that is on `meta` alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _IS_META and sys._getframe(1).f_code.co_filename == nn.init.__file__:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+class _RangesHaveValues(DispatchMode):
+    """Small ranges on the CPU have values beside their shapes, so that `item()` gives them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        fake = func(*args, **kwargs)
+        if func.overloadpacket not in _RANGES or fake.device.type != "cpu":
+            return fake
+        if fake.numel() > _MOST_VALUES:
+            return fake
+        return with_values(fake, lambda: func(*args, **kwargs))
