@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zerofx
 from tests.contract.loops import (
+    FAST,
     close,
     compiled,
     config,
@@ -248,3 +249,23 @@ def _removed(stage: int, index: int, before: bool) -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_parametrizations_that_are_copied_and_removed(index: int, stage: int, before: bool) -> None:
     run_ranks(2, _removed, stage, index, before)
+
+
+def _a_copy_grows(stage: int) -> None:
+    model = net()
+    compiled(model, stage)(*data(0))
+    grown, ddp_model = copy.deepcopy(model), net()
+    run = torch.compile(grown, backend=f"zero{stage}", options=FAST)
+    run(*data(0))
+    for one in (grown, ddp_model):
+        torch.manual_seed(5)
+        one.last = nn.Sequential(nn.Linear(13, 5), nn.Linear(5, 5))
+    ddp = twin(ddp_model)
+    train(run, sgd(grown))
+    train(ddp, sgd(ddp))
+    assert sharded(grown)
+    same(grown, ddp)
+
+
+def test_a_copy_gets_another_module() -> None:
+    run_ranks(2, _a_copy_grows, 3)

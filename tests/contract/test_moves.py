@@ -102,3 +102,20 @@ def _converted(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_another_dtype(stage: int) -> None:
     run_ranks(2, _converted, stage)
+
+
+def _rested_in_bfloat16(stage: int) -> None:
+    """What is computed in a dtype is so at rest in any other."""
+    model = net(_Recurrent).bfloat16()
+    options = {**FAST, "param_dtype": torch.bfloat16}
+    run = torch.compile(model, backend=f"zero{stage}", options=options)
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        run(*data(0, dtype=torch.bfloat16)).backward()
+        assert all(param.dtype is param.grad.dtype is dtype for param in model.parameters())
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_wider_dtype_at_rest(stage: int) -> None:
+    run_ranks(2, _rested_in_bfloat16, stage)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zerofx
-from tests.contract.loops import close, compiled, config, full, net, refused, same, sgd
+from tests.contract.loops import close, compiled, config, data, full, net, refused, same, sgd
 from tests.ranks import run_ranks
 
 Penalty = Callable[[Any, Tensor, Tensor], Tensor]
@@ -229,3 +229,41 @@ def _refused() -> None:
 
 def test_a_loss_added_to_a_sharded_sum_in_place() -> None:
     run_ranks(2, _refused)
+
+
+def _computed_before_sharding(stage: int) -> None:
+    for penalty in (
+        lambda model: sum(param.square().sum() for param in model.parameters()),
+        lambda model: (model.first.weight.T @ model.first.weight - torch.eye(7)).norm(),
+        lambda model: model(*data(1)),
+    ):
+        model = net()
+        run, extra = compiled(model, stage), penalty(model)
+        loss = run(*data(0)) + extra
+        with refused("before zerofx sharded the model", "  - ", "zerofx.shard(model"):
+            loss.backward()
+        for param in model.parameters():
+            param.grad = None
+        seen = model(*data(1))  # what was computed so is not in the way of what follows
+        del extra, loss
+        (run(*data(0)) + penalty(model)).backward()
+        assert seen.requires_grad and all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_penalty_that_is_computed_before_the_model_is_sharded(stage: int) -> None:
+    run_ranks(2, _computed_before_sharding, stage)
+
+
+def _memory_while_a_graph_lives() -> tuple[int, int]:
+    model = net()
+    seen, old = model(*data(1)), model.first.weight
+    compiled(model, 3)(*data(0)).backward()
+    with torch._C.DisableTorchFunctionSubclass():
+        with_graph = old.numel()
+        del seen
+        return with_graph, old.numel()
+
+
+def test_weights_of_before_go_with_what_was_computed_from_them() -> None:
+    assert run_ranks(2, _memory_while_a_graph_lives) == [(7 * 13, 0)] * 2

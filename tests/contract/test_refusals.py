@@ -78,6 +78,28 @@ def _parameters() -> None:
     train(compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class _Soft(nn.Parameter):
+    """Means the softplus of its values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return F.linear(args[0], F.softplus(args[1].data), *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _soft() -> None:
+    model = net()
+    model.first.weight = _Soft(model.first.weight.detach())
+    with refused("first.weight", "operations of its own", kind=UnsupportedError):
+        compiled(model, 3)(*data(0))
+    assert type(model.first.weight) is _Soft
+
+
+def test_parameters_that_mean_something_else() -> None:
+    run_ranks(2, _soft)
+
+
 def test_parameters_that_are_not_real_and_dense() -> None:
     run_ranks(2, _parameters)
 

@@ -136,7 +136,7 @@ def test_frozen_weights_are_packed_once_until_they_change() -> None:
 
 
 def _alone() -> None:
-    """What is trained travels as numbers."""
+    """What is trained travels as numbers, from the moment when it is."""
     codes = QuantizeUnshards("int8x32", frozen_only=True)
     run = _compiled(Adapted(), 1 << 20, passes=[zerofx.before("fuse_unshards", codes)])
     with packed() as found:
@@ -146,6 +146,13 @@ def _alone() -> None:
         exact = float(Adapted()(draw(4, WIDTH, seed=9)))
     all_coded = _loss(_compiled(Adapted(), 1 << 20))
     assert len({exact, all_coded, losses[0]}) == 3
+    thawed = Adapted()
+    run = _compiled(thawed, 1 << 20, passes=[zerofx.before("fuse_unshards", codes)])
+    assert _loss(run) == losses[0]
+    thawed.requires_grad_(True)
+    with packed() as found:
+        assert abs(float(run(draw(4, WIDTH, seed=9))) / exact - 1) < 1e-6
+    assert not found
 
 
 def test_frozen_weights_alone_are_coded() -> None:

@@ -105,7 +105,9 @@ def _qualified(
     prefix = prefixes[session]
     tied = tuple(prefix + name for name in spec.tied)
     held = owners.get(id(state.param), ())
-    return dataclasses.replace(spec, name=prefix + spec.name, tied=tied, owners=held)
+    trains = state.param.requires_grad  # by now
+    name = prefix + spec.name
+    return dataclasses.replace(spec, name=name, tied=tied, owners=held, trainable=trains)
 
 
 def owners_in(roots: Iterable[nn.Module | None]) -> dict[int, tuple[str, ...]]:

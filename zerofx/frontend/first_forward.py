@@ -17,7 +17,12 @@ from torch.distributed.tensor import DTensor
 from zerofx.config import Stage, ZeroConfig, config_from_options
 from zerofx.errors import ShardingError, ZeroFxError
 from zerofx.frontend.inner import patches_of_mode
-from zerofx.frontend.roots import find_compiled_module, find_root, refuse_late_casts
+from zerofx.frontend.roots import (
+    find_compiled_module,
+    find_missing_roots,
+    find_root,
+    refuse_late_casts,
+)
 from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.fingerprint import fingerprint
 from zerofx.passes.pipelines import pipeline
@@ -45,7 +50,7 @@ def install(backends: Mapping[Stage, Any], chooser: Any) -> None:
             if backend is chooser:  # it shards in the first forward
                 done = compiled is not None and session_of(compiled) is not None
             else:
-                module = compiled or find_compiled_module()
+                module = find_compiled_module() if compiled is None else compiled
                 done = not stages or _shard_first(stages[0], module, given)
         except ZeroFxError as error:
             pass_through_dynamo(error)
@@ -81,14 +86,13 @@ def _shard_first(stage: Stage, compiled: nn.Module | None, given: Mapping[str, A
     refuse_meta(root)
     config = config_of(stage, given.get("options"))
     patches_of_mode(given.get("mode"), config)  # it is refused here, while the model is plain
-    with torch.inference_mode(False):
-        shard_root(root, config)
+    shard_root(root, config)
     return True
 
 
 def _begins(module: nn.Module) -> bool:
     """A forward of a compiled module begins; whether it is a model of its own."""
-    session = next((each for each in live_sessions() if each.root() is module), None)
+    session = _session_begun(module)
     if session is None:
         return False
     if session.may_grow and not inside_transform():
@@ -98,13 +102,23 @@ def _begins(module: nn.Module) -> bool:
     return True
 
 
+def _session_begun(module: nn.Module) -> Session | None:
+    for session in live_sessions():
+        if session.root() is module:
+            return session
+    session = session_of(module)
+    if session is not None and session.root() is None:
+        find_missing_roots([session])  # a deep copy's first forward
+        return session if session.root() is module else None
+    return None
+
+
 def _shard_new(root: nn.Module, session: Session) -> None:
     """Shard what a model got since its last forward; a part that Python runs would not see it."""
     plain = [param for param in root.parameters() if not isinstance(param, DTensor)]
     session.may_grow = not all(map(_is_ready, plain))
     if plain and not session.may_grow:
-        with torch.inference_mode(False):
-            shard_root(root, session.config)
+        shard_root(root, session.config)
 
 
 def _is_ready(param: Tensor) -> bool:

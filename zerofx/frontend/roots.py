@@ -52,7 +52,8 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
             _REMEDY,
             [f"a parameter of shape {tuple(param.shape)}" for param in plain],
         )
-    compiled = compiled or _compiled_module(frames)
+    if compiled is None:
+        compiled = _compiled_module(frames)
     if compiled is not None:
         owners = _that_train(owners, compiled) or owners
     outer = owners[-1]

@@ -114,7 +114,7 @@ class ParamSpec:
         index: position in registration order, the same on all ranks.
         shape: the true, global shape.
         dtype: of the parameter at rest.
-        trainable: whether it had `requires_grad` when it was sharded.
+        trainable: whether it has `requires_grad`, of a program: when it was traced.
         layout: how it lies on the mesh.
         tied: its other names.
         tier: the memory that holds the shard at rest.

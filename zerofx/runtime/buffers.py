@@ -23,8 +23,9 @@ class BufferSync:
 
     A forward may run in parts. Those of `torch.compile(model)` say when they begin. With
     `model.compile()`, and where blocks are compiled, a part is the first one if a backward has
-    ended since the last, or if it has run in this forward already. As there, a tensor that is
-    assigned to a buffer later (a hidden state, for one) is the rank's own.
+    ended since the last, or if it has run in this forward already. As there, tensors that are
+    assigned to buffers later are buffers; unless ranks have other shapes (a hidden state of its
+    batch, for one), where those stay the rank's own.
     """
 
     def __init__(self) -> None:
@@ -82,16 +83,17 @@ class BufferSync:
         self._trained = self._trains
         root = session.root()
         of_model = list(root.buffers()) if root is not None else []
-        known = list({id(each): each for each in (*of_model, *buffers)}.values())
-        if self._knows_buffers:
-            known = [buffer for buffer in known if buffer in self._marks]
-        changed = any(self._marks.get(buffer) != _mark(buffer) for buffer in known)
+        every = list({id(each): each for each in (*of_model, *buffers)}.values())
+        known = [each for each in every if each in self._marks] if self._knows_buffers else every
+        changed = self._any_changed(every if asks else known)
         if asks:
-            changed = self._anywhere(changed, session)
+            changed, alike = self._anywhere(changed, every, session)
+            known = every if alike else known
         if changed:
             # All of them: eager BatchNorm raises the version of its counter, not of its statistics.
-            with session.recorded("broadcast", f"{len(known)} buffers"):
-                collectives.broadcast_coalesced(known, session.world.group, session.world.ranks[0])
+            world = session.world
+            with session.recorded("broadcast", f"{len(known)} buffers") as wait:
+                collectives.broadcast_coalesced(known, world.group, world.ranks[0], wait)
             self.agree(known)
 
     def _is_first(self, part: Hashable, trains: bool) -> tuple[bool, bool]:
@@ -125,15 +127,23 @@ class BufferSync:
         self._begun = None
         self._parts.clear()
 
-    def _anywhere(self, changed: bool, session: Session) -> bool:
-        """Whether it is so on any rank."""
+    def _any_changed(self, buffers: Iterable[Tensor]) -> bool:
+        return any(self._marks.get(buffer) != _mark(buffer) for buffer in buffers)
+
+    def _anywhere(
+        self, changed: bool, buffers: Iterable[Tensor], session: Session
+    ) -> tuple[bool, bool]:
+        """Whether it is so on any rank, and whether all have buffers of the same shapes."""
         if self._group is None:
             self._group = _group_on_cpus(session.world)
-        flag = torch.tensor([changed], dtype=torch.int32)
-        with session.recorded("all_reduce", "whether buffers changed"):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        self._changes = self._changes or bool(flag.item())
-        return bool(flag.item())
+        # Hashes of numbers are the same in all processes.
+        shapes = hash(tuple((*each.shape, each.itemsize) for each in buffers))
+        flag = torch.tensor([changed, shapes, ~shapes], dtype=torch.int64, device="cpu")
+        with session.recorded("all_reduce", "whether buffers changed") as wait:
+            wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        anywhere, most, least = flag.tolist()
+        self._changes = self._changes or bool(anywhere)
+        return bool(anywhere), most == ~least
 
 
 def _group_on_cpus(world: Comm) -> dist.ProcessGroup:
@@ -144,4 +154,4 @@ def _group_on_cpus(world: Comm) -> dist.ProcessGroup:
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
-    return buffer._version, buffer.data_ptr()
+    return 0 if buffer.is_inference() else buffer._version, buffer.data_ptr()

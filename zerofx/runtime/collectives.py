@@ -7,6 +7,7 @@ Only `torch.distributed` process groups. Which calls realise a gather or a reduc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -185,18 +186,29 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int) -> None:
         stored.copy_(wire)
 
 
-def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Give every tensor the values of global rank `source`; one message per dtype and device."""
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int, wait: Callable[[Any], None]
+) -> None:
+    """Give every tensor the values of global rank `source`; one message per dtype and device.
+
+    Args:
+        tensors: the same on all ranks but for their values.
+        group: of those ranks.
+        source: one of them.
+        wait: for a collective.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(_stored(tensor))
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for (dtype, _), batch in kinds.items():
-        parts = [as_bytes(tensor) for tensor in batch]
+        parts = [as_bytes(_stored(tensor)) for tensor in batch]
         wire = torch.cat(parts)
         if wire.numel():
-            dist.broadcast(wire, source, group=group)
+            wait(dist.broadcast(wire, source, group=group, async_op=True))
         for tensor, part in zip(batch, wire.split([part.numel() for part in parts]), strict=True):
-            tensor.copy_(part.view(dtype).view(tensor.shape))
+            with torch.inference_mode(tensor.is_inference()):  # an evaluation may have assigned it
+                stored = _stored(tensor)
+                stored.copy_(part.view(dtype).view(stored.shape))
 
 
 def _stored(tensor: Tensor) -> Tensor:

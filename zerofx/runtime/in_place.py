@@ -15,8 +15,8 @@ from zerofx.runtime.handles import reading
 from zerofx.torch_private import tensors_in, without_parts
 
 _RESHAPING = (
-    *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
-    *("swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
+    *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "share_memory_"),
+    *("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
 )
 _ACROSS_ROWS = (
     *("addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "cumprod_", "cumsum_"),

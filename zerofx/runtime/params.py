@@ -124,7 +124,8 @@ class ParamState:
         """Follow the parameter to another dtype or device (`.to()`)."""
         self.domain.session.buffers.moved()
         shard, buffer = self.shard, self.buffer
-        self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
+        cast = _cast(shard.dtype, self.domain)
+        self.spec = dataclasses.replace(self.spec, dtype=shard.dtype, cast=cast)
         if buffer is None or storage_key(buffer) == storage_key(shard):
             return
         dtype = self.spec.full_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -224,11 +224,11 @@ class Session:
         self.accumulation.refuse_pending(self.states, map(id, params))
 
     @contextlib.contextmanager
-    def recorded(self, kind: str, name: str) -> Iterator[None]:
-        """Around a collective awaited at once: it is in the journal, and failures are explained."""
+    def recorded(self, kind: str, name: str) -> Iterator[Callable[[Any], None]]:
+        """Around a collective awaited at once, by what this gives; failures are explained."""
         self.journal.record(kind, name)
         with torch.no_grad(), self.explained():
-            yield
+            yield self._wait_for
 
     def _leave_backward(self) -> None:
         self.buffers.backward_ended()

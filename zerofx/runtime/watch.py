@@ -104,6 +104,7 @@ class Watch:
         self._thread.name = "zerofx watch"
         self._thread.start()
         _running.add(self)
+        weakref.finalize(self, self._stop.set)
 
     def _wait_until_found(self, work: Any) -> None:
         if is_message(work):

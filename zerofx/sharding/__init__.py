@@ -1,6 +1,6 @@
 """Parameters: turning a plain model into a sharded one, and what held it before.
 
-Touches `nn.Parameter`s and modules. Modules: shard, rows, classes, moves, casts,
-assignments, old_handles, stale, refuse, write_back; and for models without memory: tape, replay,
-materialise, weights.
+Touches `nn.Parameter`s and modules. Modules: shard, rows, classes, reading, moves, casts,
+comparisons, assignments, old_handles, stale, refuse, write_back; and for models without memory:
+tape, replay, materialise, weights.
 """

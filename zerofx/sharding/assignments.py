@@ -24,7 +24,8 @@ from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import live_sessions, sessions_on
 from zerofx.runtime.params import ParamState, adopt_param
 from zerofx.runtime.session import Session
-from zerofx.sharding.classes import bind, bound_states, is_bound, unbind
+from zerofx.sharding.classes import bind, unbind
+from zerofx.sharding.reading import bound_states, is_bound
 from zerofx.torch_private import holds_a_graph
 
 

@@ -10,41 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from zerofx.errors import UnsupportedError
 from zerofx.ir.ops import UNSHARD
-from zerofx.runtime.parameter import Sharded
 from zerofx.runtime.params import ParamState
 from zerofx.sharding.moves import apply_around
-from zerofx.sharding.refuse import refuse_past_recompile_limit
+from zerofx.sharding.reading import READS, STATES, bound_states, in_forward, is_bound, read_eagerly
 from zerofx.sharding.rows import cut
-from zerofx.torch_private import (
-    backward_id,
-    below_transforms,
-    inside_transform,
-    local_part,
-)
 
-_READS = "_zerofx_reads"
-_STATES = "_zerofx_states"
-_CALL_FILE = nn.Module._call_impl.__code__.co_filename
+_NAMES = "_zerofx_names"
 
 
 def bind(module: nn.Module, states: dict[str, ParamState]) -> None:
     """Give `module` the generated class of its type, and its parameters' states."""
     if not is_bound(module):
         module.register_load_state_dict_pre_hook(_cut_loaded)
-    known = module.__dict__.setdefault(_STATES, {})
+    known = module.__dict__.setdefault(STATES, {})
     known.update(states)
     _follow(module)
 
@@ -55,7 +42,7 @@ def unbind(module: nn.Module, names: Iterable[str]) -> list[ParamState]:
     Returns:
         Their states.
     """
-    known = module.__dict__[_STATES]
+    known = module.__dict__[STATES]
     gone = [known.pop(name) for name in names if name in known]
     if gone:
         _follow(module)
@@ -64,23 +51,17 @@ def unbind(module: nn.Module, names: Iterable[str]) -> list[ParamState]:
 
 def _follow(module: nn.Module) -> None:
     """Let class and layouts agree with the states."""
-    known = module.__dict__[_STATES]
-    module.__dict__[_READS] = {
+    known = module.__dict__[STATES]
+    module.__dict__[READS] = {
         name: (state.spec.layout.handle, state.spec.cast) for name, state in known.items()
     }
-    module.__class__ = _class_for(type(module), tuple(sorted(known)))
+    _become(module, _class_for(type(module), tuple(sorted(known))))
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
 
 
-def is_bound(module: nn.Module) -> bool:
-    """Whether `module` has a generated class."""
-    return _STATES in module.__dict__
-
-
-def bound_states(module: nn.Module) -> dict[str, ParamState]:
-    """States of the parameters that `module` itself owns, by attribute name."""
-    return dict(module.__dict__.get(_STATES, {}))
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", cls)  # its own might set it on what it wraps
 
 
 def _class_for(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
@@ -106,41 +87,13 @@ def _plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls.__dict__.get("_zerofx_base", cls)
 
 
-def _read_eagerly(module: nn.Module, name: str, param: Any) -> Tensor:
-    if not isinstance(below_transforms(param), DTensor):
-        return param
-    state = bound_states(module)[name]
-    if inside_transform():
-        raise UnsupportedError(
-            f"a torch.func transform runs over a sharded {type(module).__name__}",
-            "give it full values: with zerofx.unshard(model, writeback=False) as values: "
-            "torch.func.functional_call(model, values, inputs)",
-            [state.spec.name],
-        )
-    refuse_past_recompile_limit(state.spec.name)
-    session = state.domain.session
-    if backward_id() >= 0:
-        kept = session.handed_out.kept_for(state)
-        if kept is not None:
-            return kept
-    elif session.config.broadcast_buffers and (own := list(module.buffers(recurse=False))):
-        # Where Dynamo skipped the frame no program does it: BatchNorm next to an LSTM.
-        part, trains = (id(module), name), torch.is_grad_enabled()
-        session.buffers.before_eager_part(session, part, own, trains=trains)
-        if module.training and getattr(module, "track_running_stats", False):
-            session.buffers.will_change(own)
-    shard, spec = local_part(param, Sharded), state.spec
-    value = UNSHARD(shard, param.shape, spec.layout.handle, spec.cast)
-    session.handed_out.add(state, value)
-    return value
-
-
-# Around code that Dynamo skipped it would compile DTensor's own frames.
-_read_quietly: Any = torch.compiler.disable(_read_eagerly)
-
-
-@functools.cache
 def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The one that has modules already, or a new one."""
+    known = (each for each in type.__subclasses__(base) if vars(each).get(_NAMES) == names)
+    return next(known, None) or _new_class(base, names)
+
+
+def _new_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def delete(self: nn.Module, name: str) -> None:
         base.__delattr__(self, name)
         unbind(self, [name])
@@ -157,9 +110,13 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
     def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
         params = {name: known.param for name, known in bound_states(self).items()}
         apply_around(self, params, fn, lambda: base._apply(self, fn, *args, **kwargs))
+        for known in bound_states(self).values():
+            if known.param.dtype is not known.spec.dtype:
+                known.rehouse()
+        _follow(self)
         return self
 
-    body: dict[str, Any] = {name: _parameter_property(name) for name in names}
+    body: dict[str, Any] = {name: _parameter_property(name) for name in names} | {_NAMES: names}
     body.update(
         __module__=base.__module__,
         __qualname__=base.__qualname__,
@@ -174,6 +131,8 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
         body["__deepcopy__"] = _deepcopy
     if issubclass(base, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, _ignore)
+    if issubclass(base, nn.ParameterList):
+        body["__getitem__"] = _read_slice(base)
     make: Any = type(base)
     with _quiet(base):
         return make(base.__name__, (base,), body)
@@ -206,8 +165,8 @@ def _parameter_property(name: str) -> property:
                 layout, dtype = self._zerofx_reads[name]
                 # Naming the gradient's placements, which are these, would cost a guard of each.
                 return UNSHARD(param.to_local(), param.shape, layout, dtype)
-        elif param is not None and name in self._zerofx_reads and _in_forward():
-            return _read_quietly(self, name, param)
+        elif param is not None and name in self._zerofx_reads and in_forward():
+            return read_eagerly(self, name, param)
         if param is _ABSENT:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return param
@@ -223,18 +182,6 @@ def _parameter_property(name: str) -> property:
 _ABSENT = "absent"
 
 
-def _in_forward() -> bool:
-    if backward_id() >= 0:
-        return True
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_call_impl" and code.co_filename == _CALL_FILE:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before `load_state_dict`: each rank takes its rows of plain full values."""
     for name, state in bound_states(module).items():
@@ -245,12 +192,18 @@ def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
             state_dict[prefix + name] = cut(value, state)
 
 
-def _reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    names = tuple(sorted(self.__dict__[_STATES]))
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    if not is_bound(self):  # made as `type(model)(…)`, and plain
+        _become(self, _plain_class(type(self)))
+        return self.__reduce_ex__(protocol)
+    names = tuple(sorted(self.__dict__[STATES]))
     return _rebuild, (_plain_class(type(self)), names), _saved(self, self.__getstate__())
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    if not is_bound(self):
+        _become(self, _plain_class(type(self)))
+        return copy.deepcopy(self, memo)
     cls = type(self)
     saved: Any = vars(self) if _is_parametrized(cls) else self.__getstate__()
     memo[id(self)] = made = cls.__new__(cls)
@@ -261,7 +214,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _saved(module: nn.Module, state: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What `__setstate__` wants. Parameters travel as their states, which rebuild buffers."""
     state, slots = state if isinstance(state, tuple) else (state, None)
-    mine = state[_STATES]
+    mine = state[STATES]
     params = {name: None if name in mine else p for name, p in module._parameters.items()}
     return {**state, "_parameters": params}, slots
 
@@ -269,6 +222,16 @@ def _saved(module: nn.Module, state: Any) -> tuple[dict[str, Any], dict[str, Any
 def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     cls = _sharded_class(base, names)
     return cls.__new__(cls)
+
+
+def _read_slice(base: type[nn.ParameterList]) -> Any:
+    def read(self: Any, index: Any) -> Any:
+        # torch makes a `ParameterList` of them, which full values are not for.
+        if isinstance(index, slice) and (is_compiling() or in_forward()):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return base.__getitem__(self, index)
+
+    return read
 
 
 def _flat_weights(self: Any) -> list[Any]:

@@ -54,7 +54,7 @@ def default_device() -> torch.device:
 
 def on_meta(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers without memory, by name."""
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*nn.Module.named_parameters(model), *model.named_buffers()]
     return [(name, value) for name, value in named if value.is_meta]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import states_by_param
-from zerofx.torch_private import fake_mode_of, past_recompile_limit
+from zerofx.torch_private import (
+    PLAIN_RESULTS,
+    fake_mode_of,
+    is_made_of_tensors,
+    past_recompile_limit,
+)
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,6 +67,11 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             "model is divided for tensor parallelism",
         ),
         (_is_sparse, "are sparse", "convert them with .to_dense()"),
+        (
+            _has_own_operations,
+            "are of a class with operations of its own, which full values do not have",
+            "make them plain nn.Parameters, and write in forward what the class does",
+        ),
         (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
     ]
     for applies, problem, remedy in rules:
@@ -166,6 +177,12 @@ def _is_sparse(param: Tensor) -> bool:
     return param.layout != torch.strided
 
 
+def _has_own_operations(param: nn.Parameter) -> bool:
+    function: Any = type(param).__torch_function__
+    usual = PLAIN_RESULTS, Tensor.__torch_function__.__func__
+    return is_made_of_tensors(param) or getattr(function, "__func__", function) not in usual
+
+
 def _is_other_dtype(param: nn.Parameter) -> bool:
     return param.dtype not in _FLOATS
 
@@ -176,7 +193,7 @@ def refuse_meta(model: nn.Module) -> None:
     Raises:
         UnsupportedError: names them.
     """
-    lost = [name for name, param in model.named_parameters() if param.is_meta]
+    lost = [name for name, param in nn.Module.named_parameters(model) if param.is_meta]
     if lost:
         raise UnsupportedError(
             "a forward runs while parameters are on the meta device",

@@ -22,7 +22,9 @@ from zerofx.runtime.session import Session
 from zerofx.sharding import materialise, old_handles
 from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.casts import cast_border
-from zerofx.sharding.classes import bind, bound_states
+from zerofx.sharding.classes import bind
+from zerofx.sharding.comparisons import refuse_comparisons
+from zerofx.sharding.reading import bound_states
 from zerofx.sharding.refuse import (
     refuse_buffers,
     refuse_parameters,
@@ -39,6 +41,7 @@ _Waiting = tuple[tuple[nn.Module, contextlib.ExitStack], ...]
 _waiting: ContextVar[_Waiting] = ContextVar("in no_sync, and not sharded yet", default=())
 
 
+@torch.inference_mode(mode=False)
 def shard_model(
     model: nn.Module,
     config: ZeroConfig,
@@ -66,12 +69,15 @@ def shard_model(
         DivergedError: the ranks pass different models.
     """
     refuse_wrappers(model.modules())
+    refuse_comparisons(model)
     session = session_of(model)
     if session is not None:
         drop_unowned(session)
     known = {id(state.param) for state in session.states} if session else set()
     names = _names_by_parameter(model, known)
-    olds = {id(param): param for _, param in model.named_parameters() if id(param) in names}
+    olds = {
+        id(param): param for _, param in nn.Module.named_parameters(model) if id(param) in names
+    }
     named = [(names[key][0], param) for key, param in olds.items()]
     refuse_parameters(named)
     refuse_buffers(model.named_buffers())
@@ -154,7 +160,8 @@ def _sessions(model: nn.Module) -> dict[int, Session]:
 
 def _names_by_parameter(model: nn.Module, known: set[int]) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    # A model's own `named_parameters` may take nothing, and leave some out.
+    for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
         if id(param) not in known:
             names.setdefault(id(param), []).append(name)
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from zerofx.errors import StaleHandleError
 from zerofx.runtime.params import ParamState
-from zerofx.torch_private import below_transforms, storage_key
+from zerofx.torch_private import below_transforms, is_in_a_graph, set_data, storage_key
 
 Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
 """Old parameter and its new state, by the old one's `id`."""
@@ -106,10 +107,28 @@ def _stale_view(name: str) -> StaleView:
     return cast(StaleView, stale)
 
 
+def _refuse_gradient(name: str, grad: Tensor) -> None:
+    raise StaleHandleError(
+        "a backward reaches a parameter through what was computed before zerofx sharded the model, "
+        "as it does in the first forward of what torch.compile returned",
+        "compute penalties after that forward, or shard before: "
+        "zerofx.shard(model, ZeroConfig(stage=…))",
+        [name],
+    )
+
+
 def make_stale(old: nn.Parameter, name: str) -> None:
-    """Free the full value and make any further use of `old` an error."""
+    """Free the full value and make any further use of `old` an error.
+
+    What was computed from it may have its backward still to come: that needs the value, and ends
+    in an error where its gradient arrives.
+    """
     old.grad = None
-    old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    free = functools.partial(set_data, old, torch.empty(0, dtype=old.dtype, device=old.device))
+    if old.requires_grad and is_in_a_graph(old, free):
+        old.register_hook(functools.partial(_refuse_gradient, name))
+    else:
+        free()
     vars(old).clear()
     vars(old)["_zerofx_name"] = name
     old.__class__ = StaleParameter

@@ -113,6 +113,19 @@ class Tape:
         stride, offset = value.stride(), int(value.storage_offset())
         return Ref(key, storage.nbytes(), value.dtype, value.shape, stride, offset)
 
+    def refuse_other_seeds(self) -> None:
+        """Refuse to write down a draw from another state of the generator than at the start.
+
+        Raises:
+            UnsupportedError: a constructor seeded it.
+        """
+        if not torch.equal(torch.get_rng_state(), self.random_state[0]):
+            raise UnsupportedError(
+                "a constructor inside meta_init seeds the random generator (torch.manual_seed, "
+                "torch.random.fork_rng), and draws are only recorded there",
+                "seed before meta_init, or draw from a torch.Generator of the model's own",
+            )
+
     def written(self) -> set[int]:
         """Storages that are given values, and not only allocated, or copied from such."""
         done: set[int] = set()
@@ -159,6 +172,8 @@ class Recorder(DispatchMode):
                 f"that does ({func})",
                 "make both tensors in the same way: with torch.empty, zeros, ones, full or rand",
             )
+        if _draws(func, kwargs):
+            self._tape.refuse_other_seeds()
         before = {storage_key(value) for value in mixed if _on_meta(value)}
         # Real values meet values without memory: only shapes matter now.
         out = func(*replaced(args, _to_meta), **replaced(kwargs, _to_meta))
@@ -198,6 +213,7 @@ class _WholeCalls(TorchFunctionMode):
         given = {name: frame.f_locals[name] for name in inspect.signature(function).parameters}
         target = given.pop("tensor")
         if _on_meta(target):
+            self._tape.refuse_other_seeds()
             step = Step(function, (self._tape.ref(target),), given, (None,))
             self._tape.steps.append(step)
 
@@ -207,11 +223,16 @@ _IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccess
 
 def _refuse_random(func: Any, kwargs: dict[str, Any]) -> None:
     """Random numbers that are drawn at once would be those of what is only recorded."""
-    if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+    if _draws(func, kwargs):
         raise UnsupportedError(
             f"a constructor inside meta_init fills memory that exists with random numbers ({func})",
             "make the tensor with torch.empty, zeros, ones, full or rand, or pass a generator",
         )
+
+
+def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation takes numbers from torch's own generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
 
 
 @contextlib.contextmanager

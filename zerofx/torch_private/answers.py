@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_map_only
 
 from zerofx.torch_private.backwards import inside_graph
 from zerofx.torch_private.foreach import lies_as
@@ -88,7 +90,9 @@ def _answering(
         given = list(_tensors((*args, *kwargs.values())))
         plain = [value for value in given if not isinstance(value, DTensor)]
         found = NotImplemented
-        if plain and not dispatcher._allow_implicit_replication:
+        if plain and dispatcher._allow_implicit_replication:
+            args, kwargs = _replicated(plain, given, (args, kwargs))
+        elif plain:
             written = kwargs.get("out", args[0]) if writes else None
             if _is_a_ranks_own(plain, given, written):
                 found = mixed(op, args, kwargs)
@@ -149,6 +153,22 @@ def _is_a_ranks_own(plain: Sequence[Tensor], given: Sequence[Tensor], written: A
         return any(value.requires_grad for value in given)
     # So are gradients of what met plain tensors.
     return inside_graph() and written is None
+
+
+def _replicated(plain: Sequence[Tensor], given: Sequence[Tensor], values: Any) -> Any:
+    """`values` with plain tensors of symbolic sizes as replicated ones, which torch cannot make."""
+    if not any(isinstance(size, torch.SymInt) for value in plain for size in value.shape):
+        return values
+    mesh = next(value.device_mesh for value in given if isinstance(value, DTensor))
+
+    def replicated(value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            return value
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return DTensor(value, spec, requires_grad=False)
+
+    return tree_map_only(Tensor, replicated, values)
 
 
 def _only_writes(given: Sequence[Tensor], kwargs: dict[str, Any]) -> bool:

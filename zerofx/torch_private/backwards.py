@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -35,6 +36,29 @@ def adds_to_grad(param: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it is not said of parameters that `autograd.grad` was asked for
         return False
+
+
+class _Note:
+    """Lives as long as a node of autograd, in whose metadata it lies."""
+
+
+def is_in_a_graph(leaf: Tensor, ended: Callable[[], None]) -> bool:
+    """Whether what was computed from `leaf` is alive with its graph; if so, `ended` is called then.
+
+    Only graphs keep the node of a leaf: where there is none, the next one knows nothing of this.
+    """
+    note = _Note()
+    torch.autograd.graph.get_gradient_edge(leaf).node.metadata["zerofx"] = note
+    alive = "zerofx" in torch.autograd.graph.get_gradient_edge(leaf).node.metadata
+    if alive:
+        weakref.finalize(note, ended).atexit = False
+    return alive
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value`, whatever its class says of that."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.data = value
 
 
 def inside_graph() -> bool:

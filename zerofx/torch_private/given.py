@@ -42,7 +42,7 @@ def before_forwards(
     regions: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-        listen()  # `torch._dynamo.reset()` forgets it
+        listen()
         if not isinstance(outer, OptimizedModule) or inner is None:
             return
 
@@ -50,6 +50,7 @@ def before_forwards(
 
         def before(compiled: nn.Module, args: Any) -> None:
             nonlocal heard
+            listen()
             heard = heard or hear(*_given(compiled.dynamo_ctx), inner)
             if heard and not begins(inner):
                 handle.remove()
@@ -72,6 +73,7 @@ def before_forwards(
             compiled()
 
     def listen() -> None:
+        """Whenever there is an occasion: `torch.compiler.reset()` forgets it."""
         if compiles not in callback_handler.start_callbacks:
             on_compile_start(compiles)
             on_compile_end(ended)

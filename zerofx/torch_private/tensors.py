@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from zerofx.torch_private.handlers import HANDLERS
 
@@ -25,6 +25,9 @@ DispatchMode = TorchDispatchMode
 
 FakeMode = FakeTensorMode
 """Makes tensors without memory."""
+
+is_made_of_tensors = is_traceable_wrapper_subclass
+"""Whether a tensor's class wraps other tensors, as quantized weights do."""
 
 
 PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl
@@ -43,8 +46,7 @@ def local_part(value: DTensor, kind: type[DTensor]) -> Tensor:
         value: a parameter.
         kind: class of its gradient.
     """
-    local: Tensor = _LocalPart.apply(kind, value)
-    return local
+    return local_parts([value], kind, lambda: None)[0]
 
 
 def local_parts(
@@ -104,17 +106,6 @@ def fake_shard(value: DTensor) -> Tensor:
     assert mode is not None, "Dynamo made one for its backend"
     fake = mode.from_tensor(value._local_tensor.detach(), static_shapes=True)
     return fake.requires_grad_(value.requires_grad)
-
-
-class _LocalPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind: type[DTensor], value: DTensor) -> Tensor:
-        ctx.kind, ctx.spec = kind, value._spec
-        return value._local_tensor.view_as(value._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, DTensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, _wrapped(grad, ctx.spec, ctx.kind)
 
 
 def stated_dtype(value: DTensor) -> torch.dtype:
