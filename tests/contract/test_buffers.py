@@ -104,57 +104,8 @@ class Recurrent(nn.Module):
         return F.mse_loss(self.last(x), y)
 
 
-class Assigning(nn.Module):
-    """Assigns its running mean and, of an odd number of rows, what it has seen of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(7, 5)
-        self.register_buffer("mean", torch.zeros(7))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.training:
-            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
-            self.count = self.count + (x > 0).sum()
-        return F.mse_loss(self.last(x - self.mean) / (1 + self.count), y)
-
-
-class Remembering(nn.Module):
-    """Keeps the last hidden state, of which ranks have as many rows as their batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 5)
-        self.register_buffer("hidden", torch.zeros(1, 7))
-        self.register_buffer("mean", torch.zeros(7))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x) + self.hidden[: len(x)])
-        self.hidden = hidden.detach()
-        with torch.no_grad():
-            self.mean.lerp_(x.mean(0), 0.5)
-        return F.mse_loss(self.last(hidden - self.mean), y)
-
-
-def _remembers(stage: int) -> tuple[float, float]:
-    run, rows = compiled(model := net(Remembering), stage), 3 + dist.get_rank()
-    for number in range(2):
-        run(*data(number, rows=rows)).backward()
-    used, mean = model.hidden, model.mean
-    run(*data(2, rows=rows)).backward()
-    assert len(used) == rows
-    x = data(2, rows=rows)[0]
-    return float(used.sum()), float((2 * mean - x.mean(0)).sum())  # before this forward
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_hidden_state_of_another_batch_is_the_ranks_own(stage: int) -> None:
-    (state, mean), (other_state, other_mean) = run_ranks(2, _remembers, stage)
-    assert state != other_state and mean == pytest.approx(other_mean, abs=1e-5)
-
-
-def _trains_as_ddp(kind: type[nn.Module], stage: int, steps: int = 4) -> list[bool]:
+def trains_as_ddp(kind: type[nn.Module], stage: int, steps: int = 4) -> list[bool]:
+    """Losses and buffers are those of the twin; says which batches had a positive sum."""
     model = net(kind)
     ddp = twin(model)
     run, ours, theirs = compiled(model, stage), sgd(model), sgd(ddp)
@@ -181,7 +132,7 @@ def _trains_as_ddp(kind: type[nn.Module], stage: int, steps: int = 4) -> list[bo
 # The fifth step, which only rank 0 takes, comes before an evaluation.
 @pytest.mark.parametrize(("stage", "steps"), [(0, 5), (3, 4), (3, 5)])
 def test_a_branch_that_one_rank_takes(stage: int, steps: int) -> None:
-    first, other = run_ranks(2, _trains_as_ddp, Restarting, stage, steps)
+    first, other = run_ranks(2, trains_as_ddp, Restarting, stage, steps)
     assert any(one != another for one, another in zip(first, other, strict=True))
     assert (first[-1] != other[-1]) is (steps == 5)
 
@@ -191,7 +142,7 @@ def _groups_made(on_cpus: bool) -> int:
         patch("zerofx.runtime.buffers.serves", return_value=on_cpus),
         patch.object(dist, "new_group", wraps=dist.new_group) as made,
     ):
-        _trains_as_ddp(Restarting, 3)
+        trains_as_ddp(Restarting, 3)
     return made.call_count
 
 
@@ -201,14 +152,10 @@ def test_ranks_ask_each_other_over_gloo_where_nccl_is_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"),
-    [
-        *((Cumulative, 0), (Counterless, 3), (Redrawing, 0), (Recurrent, 3)),
-        *((Assigning, 0), (Assigning, 1), (Assigning, 3)),
-    ],
+    ("kind", "stage"), [(Cumulative, 0), (Counterless, 3), (Redrawing, 0), (Recurrent, 3)]
 )
 def test_values_that_ranks_write_inside_a_forward(kind: type[nn.Module], stage: int) -> None:
-    run_ranks(2, _trains_as_ddp, kind, stage)
+    run_ranks(2, trains_as_ddp, kind, stage)
 
 
 def _several_forwards(stage: int) -> None:
@@ -256,30 +203,6 @@ def _asks_once(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_constant_buffers_are_not_sent(stage: int) -> None:
     run_ranks(2, _asks_once, stage)
-
-
-def _assigned_while_evaluating(stage: int) -> None:
-    """Such tensors have no versions, and are written to in inference mode alone."""
-    model, ddp_model = net(Assigning), net(Assigning)
-    with torch.inference_mode():
-        for one in (model, ddp_model):
-            one(*data(5))
-    ddp_model.mean, ddp_model.count = ddp_model.mean.clone(), ddp_model.count.clone()
-    run, ddp = compiled(model, stage), twin(ddp_model)
-    with torch.device("meta"):  # questions to other ranks are no tensors of the user's
-        for number in range(2):
-            with torch.device("cpu"):
-                batch = data(number)
-            for call in (run, ddp):
-                call(*batch).backward()
-    close(model.mean, ddp.module.mean, "mean")
-    with torch.inference_mode():
-        model(*data(6))
-    run(*data(7)).backward()
-
-
-def test_buffers_that_inference_mode_made() -> None:
-    run_ranks(2, _assigned_while_evaluating, 1)
 
 
 def _one_rank_writes_before_an_evaluation(stage: int) -> None:
