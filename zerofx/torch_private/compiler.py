@@ -136,9 +136,15 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     """
     aten, table = torch.ops.aten, select_decomp_table()
     products = (aten.mm, aten.bmm, aten.addmm)
-    return {
+    kept = {
         op: how for op, how in table.items() if getattr(op, "overloadpacket", op) not in products
     }
+    return {**kept, aten.add.Tensor: _add}
+
+
+def _add(one: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
+    """torch 2.13 makes one operation of a product and its sum with others, and loses `alpha`."""
+    return NotImplemented if alpha == 1 else one + other * alpha
 
 
 def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
