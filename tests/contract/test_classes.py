@@ -134,6 +134,8 @@ def _made_again(stage: int) -> None:
     compiled(model, stage)(*data(0)).backward()
     torch.manual_seed(1)
     again = type(model.first)(7, 13)
+    again.double()
+    del again.bias
     for made in (copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
         assert type(made.weight) is nn.Parameter
         close(made.weight.detach(), again.weight.detach(), "weight")

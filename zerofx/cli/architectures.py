@@ -20,7 +20,6 @@ _KINDS = (
 )
 """Names of transformers for what models are trained to do; the first that a model can do counts."""
 
-
 _POSITIONS = ("max_position_embeddings", "max_target_positions", "n_positions")
 
 

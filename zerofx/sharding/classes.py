@@ -42,7 +42,7 @@ def unbind(module: nn.Module, names: Iterable[str]) -> list[ParamState]:
     Returns:
         Their states.
     """
-    known = module.__dict__[STATES]
+    known = module.__dict__.get(STATES, {})
     gone = [known.pop(name) for name in names if name in known]
     if gone:
         _follow(module)
@@ -110,10 +110,12 @@ def _new_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
         params = {name: known.param for name, known in bound_states(self).items()}
         apply_around(self, params, fn, lambda: base._apply(self, fn, *args, **kwargs))
-        for known in bound_states(self).values():
-            if known.param.dtype is not known.spec.dtype:
-                known.rehouse()
-        _follow(self)
+        states = bound_states(self).values()
+        moved = [known for known in states if known.param.dtype is not known.spec.dtype]
+        for known in moved:
+            known.rehouse()
+        if moved:
+            _follow(self)
         return self
 
     body: dict[str, Any] = {name: _parameter_property(name) for name in names} | {_NAMES: names}
