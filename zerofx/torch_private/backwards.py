@@ -38,6 +38,11 @@ def adds_to_grad(param: Tensor) -> bool:
         return False
 
 
+def _metadata(leaf: Tensor) -> dict[Any, Any]:
+    node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    return node.metadata
+
+
 class _Note:
     """Lives as long as a node of autograd, in whose metadata it lies."""
 
@@ -48,8 +53,8 @@ def is_in_a_graph(leaf: Tensor, ended: Callable[[], None]) -> bool:
     Only graphs keep the node of a leaf: where there is none, the next one knows nothing of this.
     """
     note = _Note()
-    torch.autograd.graph.get_gradient_edge(leaf).node.metadata["zerofx"] = note
-    alive = "zerofx" in torch.autograd.graph.get_gradient_edge(leaf).node.metadata
+    _metadata(leaf)["zerofx"] = note
+    alive = "zerofx" in _metadata(leaf)
     if alive:
         weakref.finalize(note, ended).atexit = False
     return alive
