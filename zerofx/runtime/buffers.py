@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerofx.runtime import collectives
@@ -82,8 +83,7 @@ class BufferSync:
         asks = asks or (self._changes and self._trained and not self._trains)
         self._trained = self._trains
         root = session.root()
-        of_model = list(root.buffers()) if root is not None else []
-        every = list({id(each): each for each in (*of_model, *buffers)}.values())
+        every = [each for each in (buffers if root is None else root.buffers()) if _is_plain(each)]
         known = [each for each in every if each in self._marks] if self._knows_buffers else every
         changed = self._any_changed(every if asks else known)
         if asks:
@@ -137,7 +137,7 @@ class BufferSync:
         if self._group is None:
             self._group = _group_on_cpus(session.world)
         # Hashes of numbers are the same in all processes.
-        shapes = hash(tuple((*each.shape, each.itemsize) for each in buffers))
+        shapes = hash(tuple((*each.shape, each.dtype.itemsize) for each in buffers))
         flag = torch.tensor([changed, shapes, ~shapes], dtype=torch.int64, device="cpu")
         with session.recorded("all_reduce", "whether buffers changed") as wait:
             wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
@@ -151,6 +151,11 @@ def _group_on_cpus(world: Comm) -> dist.ProcessGroup:
     if serves(world.group, "cpu"):
         return world.group
     return gloo_group(world.ranks)
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    """Masks of parameters are sharded as these are."""
+    return not isinstance(buffer, DTensor) and buffer.layout is torch.strided
 
 
 def _mark(buffer: Tensor) -> tuple[int, int]:
