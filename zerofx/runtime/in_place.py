@@ -18,7 +18,7 @@ _RESHAPING = (
     *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
     *("swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
 )
-_ACROSS_ROWS = (
+ACROSS_ROWS = (
     *("addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "cumprod_", "cumsum_"),
     *("fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_"),
     *("masked_scatter_", "put_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_"),
@@ -67,7 +67,7 @@ def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
         if name == "zero_":
             yield name, _zero_
         elif name != "copy_":
-            make = _writes_whole if name in _ACROSS_ROWS else _takes_full
+            make = _writes_whole if name in ACROSS_ROWS else _takes_full
             yield name, make(name)
 
 
@@ -198,9 +198,3 @@ def write_parts(op: Any, written: DTensor, whole: DTensor) -> DTensor:
 def replicated(value: DTensor) -> list[Placement]:
     """Placements under which every rank has all of it."""
     return [Replicate()] * value.device_mesh.ndim
-
-
-def is_basic(index: Any) -> bool:
-    """Whether torch gives a view for what is found at `index`."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from typing import Any, cast
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.utils.weak import TensorWeakRef
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
+SHOWN = "_zerofx_shown"
+"""The attribute of what has a parameter's memory that holds a weak reference to that."""
 
 
 class Owner:
@@ -26,6 +29,10 @@ class Owner:
         """`data` is the parameter's, without autograd."""
         self._seen = [each for each in self._seen if each() is not None] + [TensorWeakRef(data)]
 
+    def is_of(self, alias: Tensor) -> None:
+        """`alias` has the parameter's memory; it does not keep the parameter's state alive."""
+        vars(alias)[SHOWN] = weakref.ref(self)
+
     def leave(self) -> None:
         """The parameter gets other data: what showed it keeps the values so far."""
         for each in self._seen:
@@ -41,3 +48,9 @@ def owner_of(value: Tensor) -> Owner | None:
     """`None` for copies and gradients."""
     found = vars(value).get(OWNER)
     return found if isinstance(found, Owner) else None
+
+
+def shown_by(value: Tensor) -> Owner | None:
+    """The owner of the parameter that a tensor has the memory of, if it is alive."""
+    found = vars(value).get(SHOWN)
+    return owner_of(value) if found is None else found()
