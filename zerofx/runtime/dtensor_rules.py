@@ -22,8 +22,8 @@ from zerofx.runtime.answers import (
 )
 from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import note_cleared
-from zerofx.runtime.parameter import KINDS, is_copied, local_tensor, take_place
-from zerofx.runtime.views import look_through, write_through
+from zerofx.runtime.parameter import is_copied, local_tensor, take_place
+from zerofx.runtime.views import KINDS, look_through, write_through
 from zerofx.torch_private import (
     answer_collectives,
     answer_operations,

@@ -18,7 +18,7 @@ _RESHAPING = (
     *("as_strided_", "detach_", "requires_grad_", "resize_", "resize_as_", "set_", "squeeze_"),
     *("swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
 )
-ACROSS_ROWS = (
+_ACROSS_ROWS = (
     *("addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "cumprod_", "cumsum_"),
     *("fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_"),
     *("masked_scatter_", "put_", "renorm_", "scatter_", "scatter_add_", "scatter_reduce_"),
@@ -55,23 +55,30 @@ def cleared_with(value: Tensor, alias: Tensor) -> None:
         vars(alias)[_CLEARED] = times
 
 
-def _zero_(self: Any) -> Any:
-    if not torch.compiler.is_compiling():
+def methods(write_rows: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """By name, those of a sharded tensor.
+
+    Args:
+        write_rows: called with rows that `DTensor` copied for a view, a method that writes, and its
+            arguments.
+    """
+
+    def zero_(self: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return DTensor.zero_(self)
         note_cleared(self)
-    return DTensor.zero_(self)
+        return DTensor.zero_(self) if self._whole is None else write_rows(self, DTensor.zero_)
 
-
-def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """By name, those of a sharded tensor."""
     for name in NAMES:
         if name == "zero_":
-            yield name, _zero_
+            yield name, zero_
+        elif name in _ACROSS_ROWS:
+            yield name, _writes_whole(name, write_rows)
         elif name != "copy_":
-            make = _writes_whole if name in ACROSS_ROWS else _takes_full
-            yield name, make(name)
+            yield name, _takes_full(name, write_rows)
 
 
-def _writes_whole(name: str) -> Callable[..., Any]:
+def _writes_whole(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]:
     """As `write_whole`: torch's may leave the tensor itself with other placements."""
     plain = getattr(DTensor, name)
 
@@ -79,13 +86,15 @@ def _writes_whole(name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
+        if self._whole is not None:
+            return write_rows(self, write, *args, **kwargs)
         operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
         return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
 
     return write
 
 
-def _takes_full(name: str) -> Callable[..., Any]:
+def _takes_full(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]:
     """Operands may be full values, the same on every rank."""
     plain = getattr(DTensor, name)
 
@@ -94,7 +103,10 @@ def _takes_full(name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
         args = tuple(_like(self, each) for each in args)
-        return plain(self, *args, **{key: _like(self, each) for key, each in kwargs.items()})
+        kwargs = {key: _like(self, each) for key, each in kwargs.items()}
+        if self._whole is not None:
+            return write_rows(self, plain, *args, **kwargs)
+        return plain(self, *args, **kwargs)
 
     return write
 

@@ -62,6 +62,8 @@ class Sharded(DTensor):
         refuse_own("copy_", self, other)
         value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
+        if self._whole is not None:
+            return _write_rows(self, Sharded.copy_, value)
         return super().copy_(as_rows(self, value), non_blocking)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -91,6 +93,9 @@ class Sharded(DTensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         refuse_own("an assignment to an index", self, value)
+        if self._whole is not None:
+            _write_rows(self, Sharded.__setitem__, index, value)
+            return
         write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -159,30 +164,19 @@ class Copied(Sharded):
     _versions: tuple[int, ...]
 
     @property
-    def _local_tensor(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _local_tensor(self) -> Tensor:
         # Of what Dynamo makes of its inputs nothing is known.
         if (whole := self._whole) is not None and self._versions != _versions(whole):
             self._versions = _versions(whole)
-            show_rows(self, full(whole))
+            show_rows(self, self._view(full(whole)))
         return _LOCAL.__get__(self)
 
     @_local_tensor.setter
-    def _local_tensor(self, value: Tensor) -> None:
+    def _local_tensor(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _LOCAL.__set__(self, value)
 
     def _is_view(self) -> bool:
         return False  # torch would trace it as the view that it is not
-
-
-def _of_rows_now(name: str) -> Callable[..., Any]:
-    write = getattr(Sharded, name)
-
-    def renew(self: Copied, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._versions = ()
-        return write(self, *args, **kwargs)
-
-    return renew
 
 
 def _versions(whole: Sharded) -> tuple[int, ...]:
@@ -198,9 +192,9 @@ def is_copied(value: Any) -> bool:
 
 
 @torch.no_grad()
-def show_rows(rows: Any, whole: Tensor) -> None:
-    """Let a view for which `DTensor` copied rows have those of a full tensor."""
-    made = as_rows(rows, everywhere(rows, rows._view(whole).clone()))
+def show_rows(rows: Any, there: Tensor) -> None:
+    """Let rows that `DTensor` copied have the values that are there in the full tensor."""
+    made = as_rows(rows, everywhere(rows, there.clone()))
     _LOCAL.__set__(rows, local_tensor(made))
 
 
@@ -220,25 +214,30 @@ def copied(rows: Any, whole: Sharded, view: Callable[[Tensor], Tensor], kind: ty
     return rows
 
 
-def _unflatten_as(kind: type[Sharded]) -> Any:
-    plain: Callable[..., DTensor] = DTensor.__tensor_unflatten__
-    return staticmethod(lambda *args: _writable(plain(*args), kind))
+def _write_rows(rows: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Let a method write to rows that `DTensor` copied, and to what they are of."""
+    made: Any = None
 
+    def write(whole: Tensor) -> None:
+        nonlocal made
+        there = rows._view(whole)
+        made = _writable(everywhere(rows, there.clone()), Sharded)
+        method(made, *args, **kwargs)
+        there.copy_(full(made))
+        show_rows(rows, there)
 
-KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
-# AOTAutograd compares the classes of fake and real inputs.
-for _kind in KINDS:
-    setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
+    write_whole(rows._whole, write)
+    # For autograd `rows` are as they were.
+    return copied(made, rows._whole, rows._view, Sharded) if made.requires_grad else rows
+
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _LOCAL: Any = vars(DTensor)["_local_tensor"]
 _TIES = (SHOWN, "_whole", "_view", "_versions")
 """Attributes that say whose values a tensor shows."""
-for _name, _method in in_place.methods():
+for _name, _method in in_place.methods(_write_rows):
     setattr(Sharded, _name, _method)
-for _name in (*in_place.ACROSS_ROWS, "__setitem__"):
-    setattr(Copied, _name, _of_rows_now(_name))
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -280,8 +279,9 @@ def _alias(whole: Sharded, kind: type[Sharded]) -> Any:
     in_place.cleared_with(whole, alias)
     if (owner := shown_by(whole)) is not None:
         owner.is_of(alias)
-    seen = whole._whole
-    return alias if seen is None else copied(alias, seen, whole._view, Copied)
+    if whole._whole is None:
+        return alias
+    return copied(alias, _alias(whole._whole, Sharded), whole._view, Copied)
 
 
 def make_writable(param: Any) -> None:

@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.in_place import everywhere, full
-from zerofx.runtime.parameter import Copied, Sharded, copied, local_tensor, show_rows
+from zerofx.runtime.parameter import (
+    Copied,
+    Sharded,
+    ShardedParameter,
+    copied,
+    local_tensor,
+    show_rows,
+)
 from zerofx.torch_private import is_traced, storage_key
 
 
@@ -47,7 +54,7 @@ def _kind_of(whole: Sharded) -> type[Sharded]:
 
 
 def write_through(rows: Any, write: Callable[[], Any], operands: Sequence[Tensor]) -> Any:
-    """Let `write` write to a tensor, and if `DTensor` copied rows for it, to where they lie, too.
+    """Let a function write to rows that `DTensor` copied, and to what they are of; methods do so.
 
     Raises:
         UnsupportedError: gradients go through them.
@@ -55,14 +62,33 @@ def write_through(rows: Any, write: Callable[[], Any], operands: Sequence[Tensor
     whole = rows._whole
     if torch.is_grad_enabled() and any(each.requires_grad for each in (whole, *operands)):
         raise UnsupportedError(
-            "rows of a sharded tensor are written to in place, and gradients are wanted",
-            "write `value[0] = value[0] * 2` instead of `value[0] *= 2`; or, if no gradients are "
-            "wanted, `with torch.no_grad():` around it",
+            "a function writes to rows of a sharded tensor in place, and gradients are wanted",
+            "call a method, `value[0].neg_()` instead of `torch.neg_(value[0])`, or write "
+            "`value[0] = -value[0]`; or, if no gradients are wanted, `with torch.no_grad():` "
+            "around it",
         )
     with torch.no_grad():
         values = full(whole)
-        show_rows(rows, values)
+        there = rows._view(values)
+        show_rows(rows, there)
         found = write()
-        rows._view(values).copy_(full(rows))
+        there.copy_(full(rows))
         whole.copy_(everywhere(whole, values))
     return found
+
+
+def _unflatten_as(kind: type[Sharded]) -> Any:
+    plain: Callable[..., Any] = DTensor.__tensor_unflatten__
+
+    def unflatten(*args: Any) -> Any:
+        made = plain(*args)
+        made.__class__ = kind
+        return made
+
+    return staticmethod(unflatten)
+
+
+KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
+# AOTAutograd compares the classes of fake and real inputs.
+for _kind in KINDS:
+    setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)

@@ -80,10 +80,14 @@ def _writing(
     write: Writing,
 ) -> Handler:
     def answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (args[at] if at < len(args) else kwargs.get(name) for at, name in written)
+        given: Any = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
+        rows = list(filter(is_copied, given))
+        if not rows:
+            return otherwise(op, args, kwargs)
         found = functools.partial(otherwise, op, args, kwargs)
-        for rows in filter(is_copied, given):
-            found = functools.partial(write, rows, found, tensors_in((args, kwargs)))
+        operands = tensors_in((args, kwargs))
+        for each in rows:
+            found = functools.partial(write, each, found, operands)
         return found()
 
     return answer
