@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
 SHOWN = "_zerofx_shown"
-"""The attribute of what has a parameter's memory that holds a weak reference to that."""
+"""The attribute of a parameter, and of what has its memory, that holds its `Owner` weakly."""
 
 
 class Owner:
@@ -28,10 +28,6 @@ class Owner:
     def show(self, data: Tensor) -> None:
         """`data` is the parameter's, without autograd."""
         self._seen = [each for each in self._seen if each() is not None] + [TensorWeakRef(data)]
-
-    def is_of(self, alias: Tensor) -> None:
-        """`alias` has the parameter's memory; it does not keep the parameter's state alive."""
-        vars(alias)[SHOWN] = weakref.ref(self)
 
     def leave(self) -> None:
         """The parameter gets other data: what showed it keeps the values so far."""
@@ -50,7 +46,19 @@ def owner_of(value: Tensor) -> Owner | None:
     return found if isinstance(found, Owner) else None
 
 
+def own(param: Tensor, state: Any) -> None:
+    """`state` is that of `param`."""
+    vars(param)[OWNER] = owner = Owner(state)
+    vars(param)[SHOWN] = weakref.ref(owner)
+
+
+def shown_with(value: Tensor, alias: Tensor) -> None:
+    """`alias` has the memory of `value`; it does not keep a parameter's state alive."""
+    if (shown := vars(value).get(SHOWN)) is not None:
+        vars(alias)[SHOWN] = shown
+
+
 def shown_by(value: Tensor) -> Owner | None:
     """The owner of the parameter that a tensor has the memory of, if it is alive."""
-    found = vars(value).get(SHOWN)
-    return owner_of(value) if found is None else found()
+    shown = vars(value).get(SHOWN)
+    return None if shown is None else shown()

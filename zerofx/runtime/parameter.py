@@ -20,7 +20,7 @@ from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, write_whole
-from zerofx.runtime.ownership import SHOWN, owner_of, shown_by
+from zerofx.runtime.ownership import SHOWN, owner_of, shown_by, shown_with
 from zerofx.torch_private import added_up, fake_mode_of, inside_transform, local_part
 
 
@@ -186,9 +186,9 @@ def _versions(whole: Sharded) -> tuple[int, ...]:
     return tuple(-1 if each.is_inference() else each._version for each in counted)
 
 
-def is_copied(value: Any) -> bool:
-    """Whether `DTensor` copied rows for a view."""
-    return getattr(value, "_whole", None) is not None
+def copied_among(values: Sequence[Any]) -> list[Any]:
+    """Those that are views for which `DTensor` copied rows."""
+    return [each for each in values if getattr(each, "_whole", None) is not None]
 
 
 @torch.no_grad()
@@ -277,8 +277,7 @@ def _alias(whole: Sharded, kind: type[Sharded]) -> Any:
         if alias.placements == whole.placements:  # torch 2.14 adds up what ranks have parts of
             alias._local_tensor = local_tensor(whole).detach()
     in_place.cleared_with(whole, alias)
-    if (owner := shown_by(whole)) is not None:
-        owner.is_of(alias)
+    shown_with(whole, alias)
     if whole._whole is None:
         return alias
     return copied(alias, _alias(whole._whole, Sharded), whole._view, Copied)

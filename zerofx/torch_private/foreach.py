@@ -23,7 +23,7 @@ _BOUNDS = {
 
 
 def count_foreach_writes(
-    cleared: Callable[[Tensor], None], is_copied: Callable[[Any], bool]
+    cleared: Callable[[Tensor], None], copied_among: Callable[[Sequence[Any]], list[Any]]
 ) -> None:
     """Let functions that write in place raise version counters, as those of one tensor do.
 
@@ -32,11 +32,11 @@ def count_foreach_writes(
 
     Args:
         cleared: called with every tensor that `_foreach_zero_` has set to zero.
-        is_copied: whether a tensor is a view, and memory of its own; these go one by one.
+        copied_among: gives the views that are memory of their own; lists of them go one by one.
     """
 
     def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _write(op, args, kwargs, together=not any(map(is_copied, args[0])))
+        _write(op, args, kwargs, together=not copied_among(args[0]))
 
     def clear(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         write(op, args, kwargs)

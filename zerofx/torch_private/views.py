@@ -23,13 +23,15 @@ Writing = Callable[[Tensor, Callable[[], Any], Sequence[Tensor]], Any]
 """Takes a tensor, what writes to it, and its operands; gives what that gives."""
 
 
-def follow_views(is_copied: Callable[[Any], bool], look: Looking, write: Writing) -> None:
+def follow_views(
+    copied_among: Callable[[Sequence[Any]], list[Any]], look: Looking, write: Writing
+) -> None:
     """Call back at operations that have a handler.
 
     Args:
-        is_copied: whether a tensor is a view, and memory of its own.
+        copied_among: gives the views that are memory of their own.
         look: called with views.
-        write: called instead of an operation that writes to a tensor which is copied.
+        write: called instead of an operation that writes to one of these.
     """
     alias = torch.ops.aten.alias.default
     handlers = {alias: torchs_way, **HANDLERS}
@@ -39,7 +41,7 @@ def follow_views(is_copied: Callable[[Any], bool], look: Looking, write: Writing
         if _gives_view(op):
             HANDLERS[op] = _looking(handler, look)
         elif written := list(_written(op)):
-            HANDLERS[op] = _writing(handler, written, is_copied, write)
+            HANDLERS[op] = _writing(handler, written, copied_among, write)
 
 
 def is_traced(value: Tensor) -> bool:
@@ -76,12 +78,16 @@ def _looking(otherwise: Handler, look: Looking) -> Handler:
 def _writing(
     otherwise: Handler,
     written: Sequence[tuple[int, str]],
-    is_copied: Callable[[Any], bool],
+    copied_among: Callable[[Sequence[Any]], list[Any]],
     write: Writing,
 ) -> Handler:
+    writes_first = [at for at, _ in written] == [0]
+
     def answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: Any = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
-        rows = list(filter(is_copied, given))
+        given: Any = args[:1]
+        if not writes_first:
+            given = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
+        rows = copied_among(given)
         if not rows:
             return otherwise(op, args, kwargs)
         found = functools.partial(otherwise, op, args, kwargs)
