@@ -22,7 +22,8 @@ from zerofx.runtime.answers import (
 )
 from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import note_cleared
-from zerofx.runtime.parameter import KINDS, local_tensor, take_place
+from zerofx.runtime.parameter import copied_among, local_tensor, take_place
+from zerofx.runtime.views import KINDS, look_through, write_through
 from zerofx.torch_private import (
     answer_collectives,
     answer_operations,
@@ -30,6 +31,7 @@ from zerofx.torch_private import (
     compute_pointwise,
     count_foreach_writes,
     find_extremes,
+    follow_views,
     foreach_by_default,
     read_scalars_whole,
     reduce_all_rows,
@@ -39,7 +41,7 @@ from zerofx.torch_private import (
 )
 
 # Updates by hand, averages of weights, Rprop; `zero_grad(set_to_none=False)` drops held-back sums.
-count_foreach_writes(note_cleared)
+count_foreach_writes(note_cleared, copied_among)
 compute_pointwise()
 update_local_tensors()
 foreach_by_default(*KINDS)
@@ -60,6 +62,9 @@ transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
 
 # Averages of weights that were copied before these were sharded; penalties in a loss; masks.
 answer_operations(with_plain, of_whole, like_a_parameter)
+
+# Rows that are edited: `weight[3].zero_()`, `torch.chunk(bias, 4)[1].fill_(1)`.
+follow_views(copied_among, look_through, write_through)
 
 
 def answer_libraries() -> None:

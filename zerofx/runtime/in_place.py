@@ -55,23 +55,30 @@ def cleared_with(value: Tensor, alias: Tensor) -> None:
         vars(alias)[_CLEARED] = times
 
 
-def _zero_(self: Any) -> Any:
-    if not torch.compiler.is_compiling():
+def methods(write_rows: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """By name, those of a sharded tensor.
+
+    Args:
+        write_rows: called with rows that `DTensor` copied for a view, a method that writes, and its
+            arguments.
+    """
+
+    def zero_(self: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return DTensor.zero_(self)
         note_cleared(self)
-    return DTensor.zero_(self)
+        return DTensor.zero_(self) if self._whole is None else write_rows(self, DTensor.zero_)
 
-
-def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """By name, those of a sharded tensor."""
     for name in NAMES:
         if name == "zero_":
-            yield name, _zero_
+            yield name, zero_
+        elif name in _ACROSS_ROWS:
+            yield name, _writes_whole(name, write_rows)
         elif name != "copy_":
-            make = _writes_whole if name in _ACROSS_ROWS else _takes_full
-            yield name, make(name)
+            yield name, _takes_full(name, write_rows)
 
 
-def _writes_whole(name: str) -> Callable[..., Any]:
+def _writes_whole(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]:
     """As `write_whole`: torch's may leave the tensor itself with other placements."""
     plain = getattr(DTensor, name)
 
@@ -79,13 +86,15 @@ def _writes_whole(name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
+        if self._whole is not None:
+            return write_rows(self, write, *args, **kwargs)
         operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
         return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
 
     return write
 
 
-def _takes_full(name: str) -> Callable[..., Any]:
+def _takes_full(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]:
     """Operands may be full values, the same on every rank."""
     plain = getattr(DTensor, name)
 
@@ -94,7 +103,10 @@ def _takes_full(name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
         args = tuple(_like(self, each) for each in args)
-        return plain(self, *args, **{key: _like(self, each) for key, each in kwargs.items()})
+        kwargs = {key: _like(self, each) for key, each in kwargs.items()}
+        if self._whole is not None:
+            return write_rows(self, plain, *args, **kwargs)
+        return plain(self, *args, **kwargs)
 
     return write
 
@@ -198,9 +210,3 @@ def write_parts(op: Any, written: DTensor, whole: DTensor) -> DTensor:
 def replicated(value: DTensor) -> list[Placement]:
     """Placements under which every rank has all of it."""
     return [Replicate()] * value.device_mesh.ndim
-
-
-def is_basic(index: Any) -> bool:
-    """Whether torch gives a view for what is found at `index`."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from typing import Any, cast
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch.utils.weak import TensorWeakRef
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
+SHOWN = "_zerofx_shown"
+"""The attribute of a parameter, and of what has its memory, that holds its `Owner` weakly."""
 
 
 class Owner:
@@ -41,3 +44,21 @@ def owner_of(value: Tensor) -> Owner | None:
     """`None` for copies and gradients."""
     found = vars(value).get(OWNER)
     return found if isinstance(found, Owner) else None
+
+
+def own(param: Tensor, state: Any) -> None:
+    """`state` is that of `param`."""
+    vars(param)[OWNER] = owner = Owner(state)
+    vars(param)[SHOWN] = weakref.ref(owner)
+
+
+def shown_with(value: Tensor, alias: Tensor) -> None:
+    """`alias` has the memory of `value`; it does not keep a parameter's state alive."""
+    if (shown := vars(value).get(SHOWN)) is not None:
+        vars(alias)[SHOWN] = shown
+
+
+def shown_by(value: Tensor) -> Owner | None:
+    """The owner of the parameter that a tensor has the memory of, if it is alive."""
+    shown = vars(value).get(SHOWN)
+    return None if shown is None else shown()

@@ -20,12 +20,16 @@ from zerofx.ir.ops import UNSHARD
 from zerofx.runtime import in_place
 from zerofx.runtime.foreign import refuse_foreign
 from zerofx.runtime.in_place import as_rows, everywhere, full, refuse_own, write_whole
-from zerofx.runtime.ownership import owner_of
-from zerofx.torch_private import added_up, fake_mode_of, inside_transform, local_part, storage_key
+from zerofx.runtime.ownership import SHOWN, owner_of, shown_by, shown_with
+from zerofx.torch_private import added_up, fake_mode_of, inside_transform, local_part
 
 
 class Sharded(DTensor):
     """A `DTensor` that can be written to, as what is computed from it."""
+
+    # Of a view for which `DTensor` copied rows: what it is a view of, and how that is taken.
+    _whole: Sharded | None = None
+    _view: Callable[[Tensor], Tensor]
 
     @property
     def data(self) -> Tensor:
@@ -58,6 +62,8 @@ class Sharded(DTensor):
         refuse_own("copy_", self, other)
         value = other if isinstance(other, DTensor) else everywhere(self, other)
         refuse_foreign(value, self.device_mesh)
+        if self._whole is not None:
+            return _write_rows(self, Sharded.copy_, value)
         return super().copy_(as_rows(self, value), non_blocking)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -85,35 +91,11 @@ class Sharded(DTensor):
         made = super().new_empty(*args, **kwargs)
         return made if torch.compiler.is_compiling() else _writable(made, Sharded)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        found = super().__getitem__(index)
-        return self._seen(found, lambda whole: whole[index]) if in_place.is_basic(index) else found
-
-    def _seen(self, found: Any, view: Callable[[Tensor], Any]) -> Any:
-        """What torch gives for a view, such that writes to it are writes to this.
-
-        Args:
-            found: a tensor, or a tuple of tensors; `DTensor` may have copied rows for it.
-            view: gives the same of the full tensor.
-        """
-        if isinstance(found, tuple):
-            parts = enumerate(cast(tuple[Tensor, ...], found))
-            return tuple(self._seen(part, lambda whole, i=i: view(whole)[i]) for i, part in parts)
-        trains = found.requires_grad and torch.is_grad_enabled()
-        seen = found if trains else found.detach()
-        # Views of parameters are not written to; torch 2.14 adds up parts of ranks in `detach`.
-        if (trains and self.is_leaf) or self._is_seen_by(seen):
-            return _writable(seen, Sharded)
-        copied = _writable(seen.clone(), Copied)
-        copied._whole, copied._view = self, view
-        return copied
-
-    def _is_seen_by(self, view: Tensor) -> bool:
-        """Whether writes to what torch gives for a view are writes to this."""
-        return storage_key(local_tensor(view)) == storage_key(local_tensor(self))
-
     def __setitem__(self, index: Any, value: Any) -> None:
         refuse_own("an assignment to an index", self, value)
+        if self._whole is not None:
+            _write_rows(self, Sharded.__setitem__, index, value)
+            return
         write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -177,72 +159,85 @@ class ShardedParameter(Sharded):
 
 
 class Copied(Sharded):
-    """What a view is where `DTensor` copied rows: methods that write in place write back."""
+    """What a view is where `DTensor` copied rows: it shows the values that are there now."""
 
-    _whole: Sharded
-    _view: Callable[[Tensor], Tensor]
+    _versions: tuple[int, ...]
 
-    def detach(self) -> Tensor:
-        made: Any = super().detach()
-        made._whole, made._view = self._whole, self._view
-        return made
+    @property
+    def _local_tensor(self) -> Tensor:
+        # Of what Dynamo makes of its inputs nothing is known.
+        if (whole := self._whole) is not None and self._versions != _versions(whole):
+            self._versions = _versions(whole)
+            show_rows(self, self._view(full(whole)))
+        return _LOCAL.__get__(self)
 
-    data = Sharded.data.getter(detach)  # pyright: ignore[reportIncompatibleMethodOverride]
+    @_local_tensor.setter
+    def _local_tensor(self, value: Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _LOCAL.__set__(self, value)
 
-    def _is_seen_by(self, view: Tensor) -> bool:
-        return False
-
-    def _write_back(self) -> None:
-        rows = full(self)
-        write_whole(self._whole, lambda whole: self._view(whole).copy_(rows))
-
-
-def _writes_back(write: Callable[..., Any]) -> Callable[..., Any]:
-    def write_back(self: Copied, *args: Any, **kwargs: Any) -> Any:
-        write(self, *args, **kwargs)
-        self._write_back()
-        return self
-
-    return write_back
+    def _is_view(self) -> bool:
+        return False  # torch would trace it as the view that it is not
 
 
-def _views(name: str) -> Callable[..., Any]:
-    plain = getattr(DTensor, name)
-    # Dynamo does not follow `super()` in torch's method.
-    traced = torch.unflatten if name == "unflatten" else plain
-
-    def look(self: Sharded, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced(self, *args, **kwargs)
-        found = plain(self, *args, **kwargs)
-        return self._seen(found, lambda whole: getattr(whole, name)(*args, **kwargs))
-
-    return look
+def _versions(whole: Sharded) -> tuple[int, ...]:
+    """What differs after somebody edited what a view is of."""
+    shown = shown_by(whole)
+    counted = (whole, local_tensor(whole), whole if shown is None else shown.state.param)
+    return tuple(-1 if each.is_inference() else each._version for each in counted)
 
 
-def _unflatten_as(kind: type[Sharded]) -> Any:
-    plain: Callable[..., DTensor] = DTensor.__tensor_unflatten__
-    return staticmethod(lambda *args: _writable(plain(*args), kind))
+def copied_among(values: Sequence[Any]) -> list[Any]:
+    """Those that are views for which `DTensor` copied rows."""
+    return [each for each in values if getattr(each, "_whole", None) is not None]
 
 
-KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
-# AOTAutograd compares the classes of fake and real inputs.
-for _kind in KINDS:
-    setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
+@torch.no_grad()
+def show_rows(rows: Any, there: Tensor) -> None:
+    """Let rows that `DTensor` copied have the values that are there in the full tensor."""
+    made = as_rows(rows, everywhere(rows, there.clone()))
+    _LOCAL.__set__(rows, local_tensor(made))
+
+
+def copied(rows: Any, whole: Sharded, view: Callable[[Tensor], Tensor], kind: type[Sharded]) -> Any:
+    """`rows` as a view of `whole`; it gets memory of its own, as it has part of what was gathered.
+
+    Args:
+        rows: what `DTensor` gave for a view.
+        whole: what it is a view of.
+        view: gives the same of the full tensor.
+        kind: its class.
+    """
+    local = local_tensor(rows).clone()
+    rows.__class__ = kind
+    rows._whole, rows._view, rows._versions = whole, view, _versions(whole)
+    _LOCAL.__set__(rows, local)
+    return rows
+
+
+def _write_rows(rows: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Let a method write to rows that `DTensor` copied, and to what they are of."""
+    made: Any = None
+
+    def write(whole: Tensor) -> None:
+        nonlocal made
+        there = rows._view(whole)
+        made = _writable(everywhere(rows, there.clone()), Sharded)
+        method(made, *args, **kwargs)
+        there.copy_(full(made))
+        show_rows(rows, there)
+
+    write_whole(rows._whole, write)
+    # For autograd `rows` are as they were.
+    return copied(made, rows._whole, rows._view, Sharded) if made.requires_grad else rows
+
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
-_VIEWING = (
-    *("chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape"),
-    *("select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind"),
-    *("unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit"),
-)
-for _name in _VIEWING:
-    setattr(Sharded, _name, _views(_name))
-for _name, _method in in_place.methods():
+_LOCAL: Any = vars(DTensor)["_local_tensor"]
+_TIES = (SHOWN, "_whole", "_view", "_versions")
+"""Attributes that say whose values a tensor shows."""
+for _name, _method in in_place.methods(_write_rows):
     setattr(Sharded, _name, _method)
-for _name in in_place.NAMES:
-    setattr(Copied, _name, _writes_back(getattr(Sharded, _name)))
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -252,12 +247,12 @@ def local_tensor(value: Tensor) -> Tensor:
 
 def plain(value: DTensor, made: Tensor) -> Tensor:
     """`made`, a tensor of torch's own class, with what else `value` has."""
-    if not isinstance(value, Copied):  # rows do not bring along what they were taken from
-        vars(made).update(vars(value))
+    vars(made).update(each for each in vars(value).items() if each[0] not in _TIES)
     return made.requires_grad_(value.requires_grad)
 
 
 def _writable(value: Any, kind: type[Sharded]) -> Any:
+    """`value`, a `DTensor`, as one of `kind`: the object stays the same."""
     value.__class__ = kind
     return value
 
@@ -282,7 +277,10 @@ def _alias(whole: Sharded, kind: type[Sharded]) -> Any:
         if alias.placements == whole.placements:  # torch 2.14 adds up what ranks have parts of
             alias._local_tensor = local_tensor(whole).detach()
     in_place.cleared_with(whole, alias)
-    return alias
+    shown_with(whole, alias)
+    if whole._whole is None:
+        return alias
+    return copied(alias, _alias(whole._whole, Sharded), whole._view, Copied)
 
 
 def make_writable(param: Any) -> None:

@@ -18,7 +18,7 @@ from zerofx.runtime.chunks import allocate, padded_chunk
 from zerofx.runtime.foreign import WRITTEN, which_rows
 from zerofx.runtime.gradients import hold_gradients_in
 from zerofx.runtime.local_sum import LocalSum
-from zerofx.runtime.ownership import OWNER, Owner
+from zerofx.runtime.ownership import own
 from zerofx.runtime.parameter import local_tensor, make_writable, take_place
 from zerofx.torch_private import storage_key
 
@@ -76,7 +76,7 @@ class ParamState:
         self._num_idle = self._before_idle = 0
         self.local_sum = LocalSum(param, spec.name)
         self._seen = self.versions()
-        vars(param)[OWNER] = Owner(self)
+        own(param, self)
         domain.register(self)
         domain.session.states.append(self)
 

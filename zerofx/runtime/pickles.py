@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.foreign import WRITTEN, which_rows
 from zerofx.runtime.handles import sessions_on
-from zerofx.runtime.parameter import KINDS, local_tensor, plain
+from zerofx.runtime.parameter import local_tensor, plain
+from zerofx.runtime.views import KINDS
 from zerofx.torch_private import with_local
 
 _log = logging.getLogger(__name__)

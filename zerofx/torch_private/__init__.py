@@ -2,7 +2,8 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
-given, handlers, joint, nccl, profiling, reductions, sequences, tensors, turns.
+given, handlers, joint, nccl, profiling, reductions, sequences, tensors, turns,
+views.
 """
 
 from zerofx.torch_private.answers import answer_operations, answer_other_libraries
@@ -129,6 +130,7 @@ from zerofx.torch_private.tensors import (
     with_values,
 )
 from zerofx.torch_private.turns import in_turns
+from zerofx.torch_private.views import follow_views, is_traced
 
 __all__ = [
     "PLAIN_RESULTS",
@@ -163,6 +165,7 @@ __all__ = [
     "fake_mode_of",
     "fake_shard",
     "find_extremes",
+    "follow_views",
     "for_parts",
     "foreach_by_default",
     "frame_being_compiled",
@@ -187,6 +190,7 @@ __all__ = [
     "is_profiling",
     "is_tangent",
     "is_to_local",
+    "is_traced",
     "is_tracing",
     "joined",
     "kept_by_running_function",

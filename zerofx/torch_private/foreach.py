@@ -22,7 +22,9 @@ _BOUNDS = {
 """Functions that take numbers for lists, and tensors alone for one, by those that take both."""
 
 
-def count_foreach_writes(cleared: Callable[[Tensor], None]) -> None:
+def count_foreach_writes(
+    cleared: Callable[[Tensor], None], copied_among: Callable[[Sequence[Any]], list[Any]]
+) -> None:
     """Let functions that write in place raise version counters, as those of one tensor do.
 
     Where operands lie alike they run on the local tensors; elsewhere, for plain operands (torch has
@@ -30,14 +32,18 @@ def count_foreach_writes(cleared: Callable[[Tensor], None]) -> None:
 
     Args:
         cleared: called with every tensor that `_foreach_zero_` has set to zero.
+        copied_among: gives the views that are memory of their own; lists of them go one by one.
     """
 
+    def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _write(op, args, kwargs, together=not copied_among(args[0]))
+
     def clear(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _write(op, args, kwargs)
+        write(op, args, kwargs)
         for tensor in args[0]:
             cleared(tensor)
 
-    HANDLERS.update((op, _write) for op in _in_place("_foreach_"))
+    HANDLERS.update((op, write) for op in _in_place("_foreach_"))
     HANDLERS[torch.ops.aten._foreach_zero_.default] = clear
 
 
@@ -87,9 +93,9 @@ def _laid_out(like: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 
-def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, together: bool) -> None:
     written: Sequence[Tensor] = args[0]
-    if _lie_alike(args):
+    if together and _lie_alike(args):
         op(_apart(written), *map(_local, args[1:]), **kwargs)
     else:
         name = op._schema.name.removeprefix("aten::_foreach_")
