@@ -168,3 +168,21 @@ def _wide(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_orthogonal_rows_of_wide_matrices(stage: int) -> None:
     run_ranks(2, _wide, stage)
+
+
+def _shared(stage: int) -> None:
+    model = net()
+    run = compiled(model, stage)
+    run(*data(0)).backward()
+    model.zero_grad()
+    assert model.share_memory() is model
+    with torch.no_grad():
+        model.last.bias.copy_(2.0)
+    assert model.last.bias.to_local().is_shared() and full(model.last.bias).eq(2).all()
+    run(*data(1)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shared_memory_and_numbers(stage: int) -> None:
+    run_ranks(2, _shared, stage)

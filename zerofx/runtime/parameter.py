@@ -60,11 +60,16 @@ class Sharded(DTensor):
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
         """Copy values in: of a `DTensor`, or full ones, the same on every rank."""
         refuse_own("copy_", self, other)
-        value = other if isinstance(other, DTensor) else everywhere(self, other)
+        value = other if isinstance(other, DTensor) else everywhere(self, torch.as_tensor(other))
         refuse_foreign(value, self.device_mesh)
         if self._whole is not None:
             return _write_rows(self, Sharded.copy_, value)
         return super().copy_(as_rows(self, value), non_blocking)
+
+    def share_memory_(self) -> Tensor:
+        """Move this rank's rows to memory that processes share."""
+        local_tensor(self).share_memory_()
+        return self
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The same; Dynamo may trace it under a `torch.func` transform, where torch's fails."""
