@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -97,7 +98,12 @@ class Asking(nn.Module):
         return F.mse_loss(x, y)
 
 
+def _decorated(forward: Any) -> Any:
+    return functools.wraps(forward)(lambda *args: forward(*args))
+
+
 class AskingForSome(Asking):
+    @_decorated
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x) * (2 if layer.__class__ in (nn.LayerNorm, nn.BatchNorm1d) else 1)
@@ -105,7 +111,11 @@ class AskingForSome(Asking):
 
 
 class AskingForOthers(Asking):
-    """What has no parameters has its own class."""
+    """What has no parameters has its own class, which may know of no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(nn.ReLU())
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in (*self.layers, nn.ReLU()):

@@ -22,7 +22,7 @@ def refuse_comparisons(model: nn.Module) -> None:
     """
     modules = list(model.modules())
     owners = {type(module) for module in modules if module._parameters}
-    forwards = {type(module).forward for module in modules}
+    forwards = {getattr(type(module), "forward", None) for module in modules}
     found = sorted(line for forward in forwards for line in _comparisons(forward, owners))
     if found:
         raise UnsupportedError(
@@ -34,6 +34,7 @@ def refuse_comparisons(model: nn.Module) -> None:
 
 
 def _comparisons(forward: Any, owners: set[type[nn.Module]]) -> Iterator[str]:
+    forward = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
         return
     if not {"type", "__class__"} & set(forward.__code__.co_names):
