@@ -30,7 +30,7 @@ _SETTLE_SECONDS = 2.0
 _RANK_REMEDY = (
     "every rank must run the same modules in the same order; look for control flow that depends "
     "on the rank or on its data, and for a buffer that one rank alone writes before an evaluation. "
-    "Where ranks see inputs of other sizes, one of them may have compiled a graph again that breaks "
+    "Where ranks see inputs of other sizes, one may have compiled a graph again that breaks "
     "elsewhere: dynamic=True in torch.compile, padding, or a DataLoader's drop_last=True helps"
 )
 
