@@ -71,6 +71,13 @@ def _initialised(build: Callable[[], nn.Module], stage: int) -> None:
         model = build()
     zerofx.shard(model, sharded_by(stage))
     assert torch.equal(torch.get_rng_state(), before) and not torch.equal(before, after)
+    if stage == 1:
+        with zerofx.meta_init():
+            torch.manual_seed(4 + dist.get_rank())
+            again = build()
+        zerofx.shard(again, sharded_by(stage))
+        torch.manual_seed(4)
+        bitwise(_values(again), _values(build()))
     bitwise(_values(model), _values(wanted))
 
 
@@ -168,6 +175,7 @@ def _asked() -> None:
         torch.arange(3.0).normal_()
     seeded = refused("seeds the random generator", kind=UnsupportedError)
     with zerofx.meta_init(), seeded, torch.random.fork_rng():
+        nn.Linear(3, 3)
         torch.manual_seed(7)
         nn.Linear(3, 3)
     with zerofx.meta_init():

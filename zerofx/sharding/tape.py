@@ -93,7 +93,7 @@ class Tape:
     Attributes:
         steps: them.
         device: where they will run.
-        random_state: of the generators at the start, CPU's and the device's.
+        random_state: of the generators at the first draw, CPU's and the device's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,6 +102,7 @@ class Tape:
         self.random_state = random_state(device)
         self._alive: list[torch.UntypedStorage] = []
         self._known: set[int] = set()
+        self._draws = False
 
     def ref(self, value: Tensor) -> Ref:
         """What names `value`, whose storage knows the tape from here on."""
@@ -113,17 +114,18 @@ class Tape:
         stride, offset = value.stride(), int(value.storage_offset())
         return Ref(key, storage.nbytes(), value.dtype, value.shape, stride, offset)
 
-    def refuse_other_seeds(self) -> None:
-        """Refuse to write down a draw from another state of the generator than at the start.
+    def begin_draw(self) -> None:
+        """The next operation draws: recorded draws follow each other without another seed.
 
         Raises:
-            UnsupportedError: a constructor seeded it.
+            UnsupportedError: a constructor seeded the generator since the first one.
         """
+        if not self._draws:
+            self._draws, self.random_state = True, random_state(self.device)
         if not torch.equal(torch.get_rng_state(), self.random_state[0]):
             raise UnsupportedError(
-                "a constructor inside meta_init seeds the random generator (torch.manual_seed, "
-                "torch.random.fork_rng), and draws are only recorded there",
-                "seed before meta_init, or draw from a torch.Generator of the model's own",
+                "a constructor inside meta_init seeds the random generator after it drew from it",
+                "seed before that, or draw from a torch.Generator of the model's own",
             )
 
     def written(self) -> set[int]:
@@ -173,7 +175,7 @@ class Recorder(DispatchMode):
                 "make both tensors in the same way: with torch.empty, zeros, ones, full or rand",
             )
         if _draws(func, kwargs):
-            self._tape.refuse_other_seeds()
+            self._tape.begin_draw()
         before = {storage_key(value) for value in mixed if _on_meta(value)}
         # Real values meet values without memory: only shapes matter now.
         out = func(*replaced(args, _to_meta), **replaced(kwargs, _to_meta))
@@ -213,7 +215,7 @@ class _WholeCalls(TorchFunctionMode):
         given = {name: frame.f_locals[name] for name in inspect.signature(function).parameters}
         target = given.pop("tensor")
         if _on_meta(target):
-            self._tape.refuse_other_seeds()
+            self._tape.begin_draw()
             step = Step(function, (self._tape.ref(target),), given, (None,))
             self._tape.steps.append(step)
 
@@ -244,10 +246,8 @@ def recording(tape: Tape) -> Iterator[None]:
 
 def random_state(device: torch.device) -> list[Tensor]:
     """Of the CPU's generator, and of the device's own if it has one."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
 
 
 def flat(out: Any) -> list[Any]:
