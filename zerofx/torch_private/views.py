@@ -42,6 +42,8 @@ def follow_views(
             HANDLERS[op] = _looking(handler, look)
         elif written := list(_written(op)):
             HANDLERS[op] = _writing(handler, written, copied_among, write)
+    # Autograd has done it by then; torch 2.11 comes to it inside of handlers, and has no rule.
+    HANDLERS.setdefault(torch.ops.aten.detach_.default, lambda op, args, kwargs: args[0])
 
 
 def is_traced(value: Tensor) -> bool:
