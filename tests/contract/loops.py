@@ -89,6 +89,15 @@ def train(
     return losses
 
 
+def trains_alike(run: Any, model: nn.Module, plain: nn.Module, rtol: float = 1e-6) -> None:
+    """Train a sharded model and a plain one's twin; assert that they are equal then."""
+    ddp = twin(plain)
+    train(run, sgd(model))
+    train(ddp, sgd(ddp))
+    assert sharded(model)
+    same(model, ddp, rtol)
+
+
 def full(value: Tensor) -> Tensor:
     """The global value; every rank must call it."""
     value = value.detach()

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 
 class Assigning(nn.Module):
-    """Assigns its running mean and, of an odd number of rows, what it has seen of them."""
+    """Assigns its running mean, and a count of what was positive."""
 
     def __init__(self) -> None:
         super().__init__()

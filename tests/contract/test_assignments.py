@@ -27,6 +27,7 @@ from tests.contract.loops import (
     sgd,
     sharded,
     train,
+    trains_alike,
     twin,
 )
 from tests.ranks import run_ranks
@@ -62,10 +63,7 @@ def _tied(stage: int) -> None:
     for one in (model, ddp.module):
         one.head = nn.Linear(7, 7, bias=False)
         one.head.weight = one.emb.weight
-    ddp = twin(ddp.module)
-    train(run, sgd(model))
-    train(ddp, sgd(ddp))
-    same(model, ddp)
+    trains_alike(run, model, ddp.module)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -82,10 +80,7 @@ def _untied(stage: int) -> None:
     run(*data(0))
     for each in (model, plain):
         each.emb.weight = nn.Parameter(torch.full((7, 7), 0.1))
-    ddp = twin(plain)
-    train(run, sgd(model))
-    train(ddp, sgd(ddp))
-    same(model, ddp)
+    trains_alike(run, model, plain)
     with zerofx.unshard(model) as values:
         assert set(values) == {"emb.weight", "head.weight"}
     with torch.no_grad():
@@ -105,10 +100,7 @@ def _dtensor_assigned(stage: int) -> None:
         one.first.weight = doubled
         assert one.first.weight is doubled
         one.last.bias = None
-    ddp = twin(ddp_model)
-    train(compiled(model, stage), sgd(model))
-    train(ddp, sgd(ddp))
-    same(model, ddp)
+    trains_alike(compiled(model, stage), model, ddp_model)
     if stage == 3:
         whole = model.first.weight.detach().redistribute(placements=[Replicate()])
         model.first.weight = nn.Parameter(whole)
@@ -260,11 +252,7 @@ def _a_copy_grows(stage: int) -> None:
     for one in (grown, ddp_model):
         torch.manual_seed(5)
         one.last = nn.Sequential(nn.Linear(13, 5), nn.Linear(5, 5))
-    ddp = twin(ddp_model)
-    train(run, sgd(grown))
-    train(ddp, sgd(ddp))
-    assert sharded(grown)
-    same(grown, ddp)
+    trains_alike(run, grown, ddp_model)
 
 
 def test_a_copy_gets_another_module() -> None:

@@ -21,11 +21,8 @@ from tests.contract.loops import (
     data,
     net,
     refused,
-    same,
-    sgd,
     still_plain,
-    train,
-    twin,
+    trains_alike,
 )
 from tests.ranks import run_ranks
 from zerofx.errors import UnsupportedError
@@ -71,10 +68,8 @@ class Named(Net):
 
 
 def _trains(kind: type[nn.Module], stage: int) -> None:
-    model, ddp = net(kind), twin(net(kind))
-    train(compiled(model, stage), sgd(model))
-    train(ddp, sgd(ddp))
-    same(model, ddp, 1e-5)
+    model = net(kind)
+    trains_alike(compiled(model, stage), model, net(kind), 1e-5)
 
 
 @pytest.mark.parametrize(

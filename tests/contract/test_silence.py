@@ -28,6 +28,7 @@ from tests.contract.loops import (
     sgd,
     sharded,
     train,
+    trains_alike,
     twin,
 )
 from tests.oracle import Result, assert_same
@@ -139,11 +140,7 @@ def _added(stage: int) -> None:
     model.last = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5))
     torch.manual_seed(0)
     ddp_model.last = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 5))
-    ddp = twin(ddp_model)
-    train(run, sgd(model))
-    train(ddp, sgd(ddp))
-    assert sharded(model)
-    same(model, ddp)
+    trains_alike(run, model, ddp_model)
     with zerofx.unshard(model) as values:
         assert set(values) == set(model.state_dict())
 

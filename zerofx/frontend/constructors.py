@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerofx.torch_private import DispatchMode, with_values
+from zerofx.torch_private import DispatchMode, init_that_asks, with_values
 
-_IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _RANGES = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.aten.logspace)
 _MOST_VALUES = 4096
 
@@ -37,9 +35,7 @@ class _NothingDrawn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func == _IS_META and sys._getframe(1).f_code.co_filename == nn.init.__file__:
-            return True
-        return func(*args, **(kwargs or {}))
+        return init_that_asks(func) is not None or func(*args, **(kwargs or {}))
 
 
 class _RangesHaveValues(DispatchMode):

@@ -26,8 +26,9 @@ def refuse_non_finite(session: Session, params: Iterable[Tensor]) -> None:
         return
     finite = torch.stack([local_tensor(grad).isfinite().all() for grad in grads.values()]).int()
     if session.world.size > 1:
-        with session.recorded("all_reduce", f"finiteness of {len(grads)} gradients"):
-            dist.all_reduce(finite, dist.ReduceOp.MIN, group=session.world.group)
+        group = session.world.group
+        with session.recorded("all_reduce", f"finiteness of {len(grads)} gradients") as wait:
+            wait(dist.all_reduce(finite, dist.ReduceOp.MIN, group=group, async_op=True))
     bad = [name for name, fine in zip(grads, finite.tolist(), strict=True) if not fine]
     if bad:
         raise NonFiniteGradientError(

@@ -55,30 +55,23 @@ def cleared_with(value: Tensor, alias: Tensor) -> None:
         vars(alias)[_CLEARED] = times
 
 
-def methods(write_rows: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """By name, those of a sharded tensor.
-
-    Args:
-        write_rows: called with rows that `DTensor` copied for a view, a method that writes, and its
-            arguments.
-    """
-
-    def zero_(self: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return DTensor.zero_(self)
+def _zero_(self: Any) -> Any:
+    if not torch.compiler.is_compiling():
         note_cleared(self)
-        return DTensor.zero_(self) if self._whole is None else write_rows(self, DTensor.zero_)
+    return DTensor.zero_(self)
 
+
+def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """By name, those of a sharded tensor."""
     for name in NAMES:
         if name == "zero_":
-            yield name, zero_
-        elif name in _ACROSS_ROWS:
-            yield name, _writes_whole(name, write_rows)
+            yield name, _zero_
         elif name != "copy_":
-            yield name, _takes_full(name, write_rows)
+            make = _writes_whole if name in _ACROSS_ROWS else _takes_full
+            yield name, make(name)
 
 
-def _writes_whole(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]:
+def _writes_whole(name: str) -> Callable[..., Any]:
     """As `write_whole`: torch's may leave the tensor itself with other placements."""
     plain = getattr(DTensor, name)
 
@@ -86,15 +79,13 @@ def _writes_whole(name: str, write_rows: Callable[..., Any]) -> Callable[..., An
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
-        if self._whole is not None:
-            return write_rows(self, write, *args, **kwargs)
         operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
         return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
 
     return write
 
 
-def _takes_full(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]:
+def _takes_full(name: str) -> Callable[..., Any]:
     """Operands may be full values, the same on every rank."""
     plain = getattr(DTensor, name)
 
@@ -103,10 +94,7 @@ def _takes_full(name: str, write_rows: Callable[..., Any]) -> Callable[..., Any]
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
         args = tuple(_like(self, each) for each in args)
-        kwargs = {key: _like(self, each) for key, each in kwargs.items()}
-        if self._whole is not None:
-            return write_rows(self, plain, *args, **kwargs)
-        return plain(self, *args, **kwargs)
+        return plain(self, *args, **{key: _like(self, each) for key, each in kwargs.items()})
 
     return write
 

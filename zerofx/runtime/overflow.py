@@ -7,7 +7,8 @@ first each rank decides alone (torch 2.11 to 2.13), and parameters would drift a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,10 @@ def mixed_gradients(params: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor
 
 
 def share_overflow(
-    whole: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup | None
+    whole: list[Tensor],
+    parts: list[Tensor],
+    group: dist.ProcessGroup | None,
+    wait: Callable[[Any], object],
 ) -> None:
     """Make the first value of some gradients infinite if any rank holds one that is not finite.
 
@@ -39,10 +43,11 @@ def share_overflow(
         whole: gradients that are to tell, such as those that all ranks hold alike.
         parts: of this rank, which are looked at.
         group: of ranks that hear of each other.
+        wait: for a collective.
     """
     overflow = ~torch.stack([part.isfinite().all() for part in parts]).all()
     flag = overflow.to(torch.int32)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=group, async_op=True))
     for grad in whole:
         first = grad.view(-1)[:1]
         first.copy_(torch.where(flag > 0, torch.inf, first))

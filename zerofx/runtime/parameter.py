@@ -63,7 +63,7 @@ class Sharded(DTensor):
         value = other if isinstance(other, DTensor) else everywhere(self, torch.as_tensor(other))
         refuse_foreign(value, self.device_mesh)
         if self._whole is not None:
-            return _write_rows(self, Sharded.copy_, value)
+            return write_rows(self, Sharded.copy_, value)
         return super().copy_(as_rows(self, value), non_blocking)
 
     def share_memory_(self) -> Tensor:
@@ -99,7 +99,7 @@ class Sharded(DTensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         refuse_own("an assignment to an index", self, value)
         if self._whole is not None:
-            _write_rows(self, Sharded.__setitem__, index, value)
+            write_rows(self, Sharded.__setitem__, index, value)
             return
         write_whole(self, lambda whole: whole.__setitem__(full(index), full(value)))
 
@@ -219,7 +219,7 @@ def copied(rows: Any, whole: Sharded, view: Callable[[Tensor], Tensor], kind: ty
     return rows
 
 
-def _write_rows(rows: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+def write_rows(rows: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
     """Let a method write to rows that `DTensor` copied, and to what they are of."""
     made: Any = None
 
@@ -241,8 +241,6 @@ _DATA: Any = Tensor.data
 _LOCAL: Any = vars(DTensor)["_local_tensor"]
 _TIES = (SHOWN, "_whole", "_view", "_versions")
 """Attributes that say whose values a tensor shows."""
-for _name, _method in in_place.methods(_write_rows):
-    setattr(Sharded, _name, _method)
 
 
 def local_tensor(value: Tensor) -> Tensor:

@@ -245,8 +245,8 @@ class Session:
         """Show an overflow in any rank's shards of `params` to all ranks of the model."""
         whole, parts = mixed_gradients(params)
         if whole and parts and self.world.size > 1:
-            with self.recorded("all_reduce", "overflow"):
-                share_overflow(whole, parts, self.world.group)
+            with self.recorded("all_reduce", "overflow") as wait:
+                share_overflow(whole, parts, self.world.group, wait)
 
     def _all_tagged(self) -> bool:
         """Whether ranks out of step can only hang: every collective is made of tagged messages."""

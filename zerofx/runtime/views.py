@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
-from zerofx.runtime.in_place import everywhere, full
+from zerofx.runtime.in_place import everywhere, full, methods
 from zerofx.runtime.parameter import (
     Copied,
     Sharded,
@@ -22,6 +22,7 @@ from zerofx.runtime.parameter import (
     copied,
     local_tensor,
     show_rows,
+    write_rows,
 )
 from zerofx.torch_private import is_traced, storage_key
 
@@ -77,6 +78,15 @@ def write_through(rows: Any, write: Callable[[], Any], operands: Sequence[Tensor
     return found
 
 
+def _where_rows_lie(method: Callable[..., Any]) -> Callable[..., Any]:
+    def write(self: Sharded, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._whole is None:
+            return method(self, *args, **kwargs)
+        return write_rows(self, method, *args, **kwargs)
+
+    return write
+
+
 def _unflatten_as(kind: type[Sharded]) -> Any:
     plain: Callable[..., Any] = DTensor.__tensor_unflatten__
 
@@ -92,3 +102,5 @@ KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
 # AOTAutograd compares the classes of fake and real inputs.
 for _kind in KINDS:
     setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
+for _name, _method in methods():
+    setattr(Sharded, _name, _where_rows_lie(_method))

@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import UnsupportedError
-from zerofx.torch_private import DispatchMode, is_mutable, storage_key
+from zerofx.torch_private import DispatchMode, init_that_asks, is_mutable, storage_key
 
 _TAPE = "_zerofx_tape"
 _ALLOCATE = ("empty", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -205,9 +204,8 @@ class _WholeCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        caller = sys._getframe(1)
-        if func == _IS_META and caller.f_code.co_filename == nn.init.__file__:
-            self._write_down(caller)
+        if (asking := init_that_asks(func)) is not None:
+            self._write_down(asking)
         return func(*args, **(kwargs or {}))
 
     def _write_down(self, frame: FrameType) -> None:
@@ -218,9 +216,6 @@ class _WholeCalls(TorchFunctionMode):
             self._tape.begin_draw()
             step = Step(function, (self._tape.ref(target),), given, (None,))
             self._tape.steps.append(step)
-
-
-_IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refuse_random(func: Any, kwargs: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ from zerofx.torch_private.foreach import (
     foreach_by_default,
     update_local_tensors,
 )
-from zerofx.torch_private.frames import leave_to_python, logging_left_out
+from zerofx.torch_private.frames import init_that_asks, leave_to_python, logging_left_out
 from zerofx.torch_private.given import (
     before_forwards,
     is_mixing,
@@ -176,6 +176,7 @@ __all__ = [
     "in_turns",
     "inductor_joint_passes",
     "inductor_options_of_mode",
+    "init_that_asks",
     "inputs_written",
     "inside_reentrant_checkpoint",
     "inside_transform",

@@ -1,4 +1,4 @@
-"""Functions that Dynamo leaves to Python."""
+"""Functions that Dynamo leaves to Python, calls that it leaves out, and who calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+import torch
+from torch import nn
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config
 from torch._dynamo.types import FrameAction, FrameExecStrategy
@@ -50,6 +52,22 @@ def logging_left_out() -> Iterator[None]:
             yield
     finally:
         fakes.disabled = disabled
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def init_that_asks(func: Any) -> FrameType | None:
+    """The function of `nn.init` that asks, in a mode of torch functions, whether a tensor is meta.
+
+    Those that draw until values fit do so, and leave a tensor alone that is.
+
+    Args:
+        func: what the mode was called with; the mode calls this itself.
+    """
+    caller = sys._getframe(2)
+    asks = func == _IS_META and caller.f_code.co_filename == nn.init.__file__
+    return caller if asks else None
 
 
 def _codes(values: Any, module: str) -> Iterator[CodeType]:

@@ -149,7 +149,7 @@ class TensorParallel:
         grads = [_local(param.grad) for param in params if param.grad is not None]
         held = [grad for grad in grads if grad.numel()]
         if held:  # ranks that share a model hold equally much of it
-            share_overflow(held[:1], held, self.group)
+            share_overflow(held[:1], held, self.group, dist.Work.wait)
 
     def clip_grad_norm_(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, with the 2-norm of the whole model.
