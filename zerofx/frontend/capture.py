@@ -92,7 +92,6 @@ class Capture:
         session = inputs.session
         listed = _passes(config, session) if session else ()
         self.passes: tuple[Pass, ...] = listed if passes is None else passes
-        self.programs: dict[Region, Program] = {}
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
@@ -263,7 +262,6 @@ class Capture:
         run_passes(program, self.passes, check=self.config.verify, observer=self._dump)
         if self._dump is not None:
             self._dump.end(program)
-        self.programs[region] = program
         return program
 
     def _program(self, module: fx.GraphModule, region: Region) -> Program:

@@ -124,8 +124,9 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """The runtime call behind a communication node; its tensor arguments come in a list.
 
     Domains are looked up at every call: Dynamo may keep a program longer than the user keeps the
-    model, whose memory must not live on with it.
+    model, whose memory must not live on with it. The nodes of an exact program are not kept.
     """
+    region = program.region
     match node.target:
         case op if op is UNSHARD_START:
             return _bind_gather(node, program, kernels)
@@ -153,7 +154,7 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
         case op if op is SYNC_BUFFERS:
             handle, part, changed = _handle(node, 1), object(), inputs_written(program.graph)
             written = [at for at, buffer in enumerate(node.all_input_nodes) if buffer in changed]
-            return lambda args: domain_of(handle).sync_buffers(args, part, program.region, written)
+            return lambda args: domain_of(handle).sync_buffers(args, part, region, written)
         case op if op is lookup_seed_op():
             index = node.args[1]
             return lambda args: args[0][index]
@@ -164,11 +165,11 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
 def _bind_gather(start: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """Sizes and dtypes stand at the waits; verified programs have one for each member."""
     codes = gathering(program, start, kernels)
-    handle, shards = _handle(start, 1), _places(start, 0)
+    handle, shards, region = _handle(start, 1), _places(start, 0), program.region
     waits, keep = waits_of(start), keeps_codes(start)
     sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
-        [args[place] for place in shards], sizes, dtypes, program.region, codes, keep=keep
+        [args[place] for place in shards], sizes, dtypes, region, codes, keep=keep
     )
 
 
