@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofx
@@ -84,6 +85,36 @@ def test_groups_share_gradients_once_a_step(stage: int, how: str) -> None:
     for counts in run_ranks(4, _accumulated, stage, how, timeout=220):
         for first, second, last in counts:
             assert (first, second) == (0, 0) and last > 0
+
+
+class Scored(nn.Module):
+    """Its head has few rows, which ranks of a group cannot share evenly."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, width), nn.Linear(width, rows, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(torch.tanh(self.body(x))).square().mean()
+
+
+def _few_rows(stage: int, width: int, rows: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    rtol = 1e-2 if options else 1e-6
+    pair = Pair(Scored(width, rows), stage, {**EAGER, "replicate": 2, **options}, rtol=rtol)
+    pair.train(lambda run, number: run(draw(4, 7, seed=number + 100 * dist.get_rank())))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("width", "rows", "options"),
+    [(1024, 1, {}), (98304, 3, {"reduce_dtype": torch.bfloat16, "bucket_bytes": 0})],
+    ids=["empty", "packed-on-one"],
+)
+def test_ranks_with_more_and_fewer_rows_share_means_alike(
+    stage: int, width: int, rows: int, options: dict[str, Any]
+) -> None:
+    run_ranks(4, _few_rows, stage, width, rows, options, timeout=100)
 
 
 def test_groups_that_span_nodes_gather_in_two_hops() -> None:

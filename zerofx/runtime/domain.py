@@ -185,7 +185,7 @@ class Domain:
     def start_held(self, sums: Sequence[Tensor], states: Sequence[ParamState]) -> Pending:
         """Exchange what earlier backwards held back."""
         if self.session.accumulation.held == "means":
-            return self._replica_mean(sums, ", ".join(map(name_of, states)))
+            return self._replica_mean(sums, states)
         return self.start_mean(sums, states)
 
     def _across(self, means: Sequence[Tensor], states: Sequence[ParamState | None]) -> Pending:
@@ -193,13 +193,17 @@ class Domain:
         todo, held = self.session.accumulation.add_up("means", means, states, means)
         if held is not None:
             return held
-        return self._replica_mean(todo, ", ".join(map(name_of, states)))
+        return self._replica_mean(todo, states)
 
-    def _replica_mean(self, grads: Sequence[Tensor], what: str) -> Pending:
+    def _replica_mean(
+        self, grads: Sequence[Tensor], states: Sequence[ParamState | None]
+    ) -> Pending:
         comm, session = self.replica_comm, self.session
-        if comm is None or not any(grad.nbytes for grad in grads):
+        if comm is None:
             return Pending(list(grads))
-        pending = replica_mean(grads, comm, what, session.journal)
+        most = sum(state.chunk_numel for state in states if state is not None)
+        names = ", ".join(map(name_of, states))
+        pending = replica_mean(grads, most, comm, names, session.journal)
         session.advance_if_short(pending)
         return pending
 

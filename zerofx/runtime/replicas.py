@@ -14,18 +14,21 @@ from zerofx.runtime.journal import Journal
 from zerofx.runtime.pending import Pending
 
 
-def replica_mean(grads: Sequence[Tensor], comm: Comm, what: str, journal: Journal) -> Pending:
+def replica_mean(
+    grads: Sequence[Tensor], most: int, comm: Comm, what: str, journal: Journal
+) -> Pending:
     """Start the mean over an axis of what each rank has whole.
 
     Args:
-        grads: not all of them empty.
+        grads: this rank's; they may be empty.
+        most: elements of these on the rank that has most: all ranks of the model go the same way.
         comm: the axis.
         what: names for the journal.
         journal: where the collectives are noted.
     """
     same = all(grad.dtype is grads[0].dtype for grad in grads)
-    large = sum(grad.nbytes for grad in grads) > comm.algorithms.pack_bytes
-    if grads[0].dtype.itemsize < 4 and same and large:
+    itemsize = grads[0].dtype.itemsize
+    if itemsize < 4 and same and most * itemsize > comm.algorithms.pack_bytes:
         return _mean_by_parts(grads, comm, what, journal)
     return all_reduce_mean(grads, comm, journal.record("all_reduce", what))
 
