@@ -119,6 +119,49 @@ def test_no_full_weight_is_saved(name: str, checkpointed: bool, autocast: bool) 
         assert not large, large
 
 
+class Positions(nn.Module):
+    """A matrix made of a weight alone, of which a number that is no constant says how much."""
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        self.table, self.counted = nn.Parameter(torch.randn(WIDTH, WIDTH)), counted
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[1]
+        if self.counted:
+            rows = int((x[0, :, 0] < 9).sum().item())
+            torch._check(rows >= 1)
+            torch._check(rows <= WIDTH)
+        rest = self.table.narrow(0, 0, rows).square().sum() / WIDTH**2
+        mixed = torch.softmax(torch.sin(self.table[: x.shape[1]] @ self.table), -1)
+        return (x.transpose(1, 2) @ mixed).square().mean() + rest
+
+
+def _dynamic(counted: bool) -> list[tuple[int, ...]]:
+    torch.manual_seed(0)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        pair = Pair(Positions(counted), 3, EAGER, rtol=1e-5, dynamic=True)
+        saved: list[tuple[int, ...]] = []
+
+        def keep(value: Tensor) -> Tensor:
+            saved.append(tuple(value.shape))
+            return value
+
+        for length in (WIDTH - 8, WIDTH - 3):
+            pair.train(lambda run, number, n=length: run(draw(2, n, 3, seed=number)), 1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            value = pair.run(draw(2, WIDTH - 5, 3))
+        value.backward()
+    return saved
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_no_value_of_weights_and_sizes_is_saved(counted: bool) -> None:
+    for saved in run_ranks(2, _dynamic, counted):
+        large = [shape for shape in saved if torch.Size(shape).numel() > WIDTH * WIDTH // 2]
+        assert saved and not large, large
+
+
 def test_no_full_weight_is_saved_through_inductor() -> None:
     for saved in run_ranks(2, _saves, "lora", "inductor", True, True, timeout=220):
         large = [shape for shape in saved if torch.Size(shape).numel() > WIDTH * WIDTH // 2]

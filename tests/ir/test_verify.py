@@ -15,7 +15,8 @@ from zerofx.errors import VerificationError
 from zerofx.ir import ops
 from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
-from zerofx.ir.rules import RULES, SMALL_NUMEL
+from zerofx.ir.return_rules import SMALL_NUMEL
+from zerofx.ir.rules import RULES
 from zerofx.ir.spec import Region
 from zerofx.ir.verify import collective_order, peak_full_bytes, verify
 

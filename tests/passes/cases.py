@@ -11,13 +11,13 @@ from torch import fx
 
 from tests.hand_program import Hand
 from tests.passes.code_cases import CODE_CASES
+from tests.passes.return_cases import RETURN_CASES
 from tests.program_builder import layout_of, specs_of
 from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
 from zerofx.passes.cast_before_gather import CastBeforeGather
-from zerofx.passes.copy_returned import CopyReturned
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.fuse_unshards import FuseUnshards
 from zerofx.passes.insert_frees import InsertFrees
@@ -110,23 +110,6 @@ def reads_cast(
         return hand.program(outputs)
 
     return build
-
-
-def returns_weight() -> Program:
-    hand = Hand(_ONE)
-    full = hand.unshard(hand.shard("w"))
-    y = hand.call(aten.mm.default, hand.input("x", 2, 3), full)
-    return hand.program([y, full])
-
-
-def returns_view() -> Program:
-    hand = Hand(_RESIDENT, stage=2)
-    full = hand.unshard(hand.shard("w"))
-    first, second = (
-        hand.call(operator.getitem, hand.call(aten.split.Tensor, full, 2), i) for i in (0, 1)
-    )
-    y = hand.call(aten.mm.default, hand.input("x", 2, 3), hand.call(aten.t.default, first))
-    return hand.program([y, second])
 
 
 def reads(params: dict[str, object], stage: int = 3) -> Callable[[], Program]:
@@ -257,8 +240,6 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
         CastBeforeGather(),
         reads_cast(_RESIDENT, BF16, stage=2),
     ),
-    ("copy_returned", "doc"): (CopyReturned(), returns_weight),
-    ("copy_returned", "view"): (CopyReturned(), returns_view),
     ("insert_unshards", "doc"): (InsertUnshards(), reads(_ONE)),
     ("insert_unshards", "first_reader"): (InsertUnshards(), gathers_late),
     ("insert_unshards", "resident"): (InsertUnshards(), reads(_RESIDENT, 2)),
@@ -295,4 +276,5 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
     ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
     **CODE_CASES,
+    **RETURN_CASES,
 }

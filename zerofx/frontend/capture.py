@@ -38,7 +38,7 @@ from zerofx.frontend.reads import read_whole, refuse_uses, returned
 from zerofx.frontend.shards import take_shards
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import decided, dumps, loads, weigh
-from zerofx.ir.cut import verify_cut
+from zerofx.ir.cut import gradient_owners, verify_cut
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import UNSHARD
 from zerofx.ir.program import Program
@@ -95,6 +95,7 @@ class Capture:
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
+        self._gradients_of: tuple[str, ...] = ()
         self._watcher = watcher
         self._setting = _setting(config, session)
         self._journal = session.journal if session else None
@@ -201,6 +202,7 @@ class Capture:
         order_opaque_values(forward, backward, num_fwd_outputs)
         repeat_constants(forward.graph)
         repeat_constants(backward.graph)
+        self._gradients_of = gradient_owners(whole)
         if self.config.verify and self.passes:
             halves = (
                 self._program(forward, Region.FORWARD),
@@ -266,8 +268,9 @@ class Capture:
 
     def _program(self, module: fx.GraphModule, region: Region) -> Program:
         later = self._read_later if region is Region.FORWARD else frozenset[str]()
-        number = self._num_user_outputs
-        return Program(region, module, self._params, self.config.stage, number, later)
+        owners = self._gradients_of if region is Region.BACKWARD else ()
+        number, stage = self._num_user_outputs, self.config.stage
+        return Program(region, module, self._params, stage, number, later, owners)
 
 
 def _setting(config: ZeroConfig, session: Session | None) -> Setting:

@@ -11,14 +11,13 @@ from torch import Tensor, fx
 
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
-from zerofx.ir.rules import SMALL_NUMEL
+from zerofx.ir.return_rules import is_large
+from zerofx.ir.view import is_symbol
 from zerofx.torch_private import is_tangent, must_recompute_tag
-
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
-    """Tag forward nodes whose tensor ancestors are all parameters or constants.
+    """Tag forward nodes whose tensor ancestors are all parameters or constants, sizes included.
 
     Gathers, views, casts, concatenations, LoRA merges and weight norm are among them; random nodes
     are not. The tags carry no checkpointing region: torch would turn them into saves at its border.
@@ -29,8 +28,9 @@ def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
     constant: set[fx.Node] = set()
     tagged: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or is_symbol(node):
             constant.add(node)
+            continue
         if node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
         sources = node.all_input_nodes
@@ -83,10 +83,7 @@ def _is_large_constant(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor) or _is_impure(node):
         return False
-    if not all(isinstance(source.meta.get("val"), _SYMBOLS) for source in node.all_input_nodes):
-        return False
-    numel = value.numel()
-    return not isinstance(numel, int) or numel > SMALL_NUMEL
+    return all(map(is_symbol, node.all_input_nodes)) and is_large(value)
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -121,7 +118,7 @@ def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_u
 def _forward_place(saved: fx.Node) -> int:
     if _is_opaque(saved):
         return 1
-    return 2 if isinstance(saved.meta.get("val"), _SYMBOLS) else 0
+    return 2 if is_symbol(saved) else 0
 
 
 def _is_opaque(node: fx.Node) -> bool:

@@ -267,7 +267,7 @@ def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
         without = {"secondary_shards": False, "quantize_weights": None}
         without |= {"memory_budget": None, "prefetch_bytes": None}
     if stage == 0 or (config.quantize_weights and not config.quantize_gradients and stage < 3):
-        without |= {"quantize": None, "quantize_gradients": None}
+        without |= {"quantize": None, "quantize_gradients": None, "drift_every": None}
     return dataclasses.replace(config, stage=stage, **without)
 
 

@@ -16,7 +16,7 @@ from zerofx.ir.facts import Role, facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import node_names
-from zerofx.ir.view import aliased_inputs, positions
+from zerofx.ir.view import aliased_inputs, is_symbol, positions
 
 Roots = tuple[fx.Node, ...]
 _NONE: Roots = ()
@@ -102,16 +102,15 @@ class Case:
         constant: dict[fx.Node, None] = {}
         out: dict[fx.Node, None] = dict(self.gathered)
         for node in self.place:
-            if node.op == "get_attr":
+            if node.op == "get_attr" or is_symbol(node):
                 constant[node] = None
-            if node.op != "call_function" or node in out or _is_random(node):
-                continue
-            of_param = [source in out for source in node.all_input_nodes]
-            if any(of_param):
-                if all(source in constant or source in out for source in node.all_input_nodes):
+            elif node.op == "call_function" and node not in out and not _is_random(node):
+                sources = node.all_input_nodes
+                known = all(source in constant or source in out for source in sources)
+                if known and any(source in out for source in sources):
                     out[node] = None
-            elif all(source in constant for source in node.all_input_nodes):
-                constant[node] = None
+                elif known:
+                    constant[node] = None
         return out
 
     @functools.cached_property
@@ -129,15 +128,15 @@ class Case:
         return out
 
     @functools.cached_property
+    def reduced_as(self) -> dict[fx.Node, str]:
+        """For each node behind reductions of one parameter, that parameter."""
+        return reduced_params(self.program)
+
+    @functools.cached_property
     def collectives(self) -> tuple[str, ...]:
         """What is started, in order: `unshard w`, `reduce v, w`."""
         kinds: dict[Any, str] = {ops.UNSHARD_START: "unshard", ops.REDUCE_START: "reduce"}
         return tuple(f"{kinds[n.target]} {', '.join(facts(n).members)}" for n in self.calls(*kinds))
-
-    @functools.cached_property
-    def returned(self) -> list[fx.Node]:
-        """What the user gets."""
-        return _nodes(self.program.outputs[: self.program.num_user_outputs])
 
     @functools.cached_property
     def saved(self) -> list[fx.Node]:
@@ -206,6 +205,19 @@ def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:
         whole, attribute = _part(desc)
         if (node := inputs.get((getattr(whole, "grad_of", None), attribute))) is not None:
             yield node, place
+
+
+def reduced_params(program: Program) -> dict[fx.Node, str]:
+    """For each node behind a reduction the parameter that was reduced last on the way."""
+    out: dict[fx.Node, str] = {}
+    for node in program.graph.nodes:
+        if ops.is_call(node, ops.REDUCE_GRAD, ops.REDUCE_WAIT):
+            out[node] = facts(node).param
+        elif node.op == "call_function":
+            params = {out[source] for source in node.all_input_nodes if source in out}
+            if len(params) == 1:
+                out[node] = params.pop()
+    return out
 
 
 def _part(desc: Any) -> tuple[Any, Any]:

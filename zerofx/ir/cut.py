@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, fx
 
 from zerofx.errors import VerificationError
-from zerofx.ir.case import gradients_by_input
-from zerofx.ir.facts import Facts, Role, facts
-from zerofx.ir.ops import REDUCE_GRAD, is_call
+from zerofx.ir.case import gradients_by_input, reduced_params
+from zerofx.ir.facts import Role, facts
 from zerofx.ir.program import Program
 
 
@@ -82,27 +81,22 @@ def _results(joint: Program, forward: Program, backward: Program) -> Iterator[st
     if len(wanted) != len(backward.outputs):
         yield f"backward returns {len(backward.outputs)} gradients of {len(wanted)}"
         return
-    owners = {place: node for node, place in gradients_by_input(joint)}
-    reduced = _reduced_params(backward)
+    owners, reduced = gradient_owners(joint), reduced_params(backward)
     for place, (old, new) in enumerate(zip(wanted, backward.outputs, strict=True)):
-        owner = facts(owners[place]) if place in owners else Facts()
         if (old is None) != (new is None):
-            yield f"gradient {place} ({owner.param or 'of an input'}) is missing in one program"
-        elif new is not None and owner.role is Role.SHARD and reduced.get(new) != owner.param:
-            yield f"gradient {place} is not the reduced gradient of {owner.param}"
+            yield f"gradient {place} ({owners[place] or 'of an input'}) is missing in one program"
+        elif owners[place] and reduced.get(new) != owners[place]:
+            yield f"gradient {place} is not the reduced gradient of {owners[place]}"
 
 
-def _reduced_params(backward: Program) -> dict[fx.Node, str]:
-    """For each node behind a reduction the parameter that was reduced last on the way."""
-    out: dict[fx.Node, str] = {}
-    for node in backward.graph.nodes:
-        if is_call(node, REDUCE_GRAD):
-            out[node] = facts(node).param
-        elif node.op == "call_function":
-            params = {out[source] for source in node.all_input_nodes if source in out}
-            if len(params) == 1:
-                out[node] = params.pop()
-    return out
+def gradient_owners(joint: Program) -> tuple[str, ...]:
+    """For each gradient of a joint program the parameter that it is of; "" if there is none."""
+    gradients = joint.outputs[joint.num_user_outputs :]
+    owners = [""] * len(gradients)
+    for node, place in gradients_by_input(joint):
+        if facts(node).role is Role.SHARD and gradients[place] is not None:
+            owners[place] = facts(node).param
+    return tuple(owners)
 
 
 def _placeholders(program: Program) -> dict[str, fx.Node]:

@@ -25,6 +25,8 @@ class Program:
         num_user_outputs: outputs before those that are saved for backward (forward), or those
             that are no gradients (joint).
         read_later: of a forward program, the parameters that its backward reads again.
+        gradients_of: for each output of a backward program the parameter whose gradient it is; ""
+            for those of inputs.
     """
 
     region: Region
@@ -33,6 +35,7 @@ class Program:
     stage: int
     num_user_outputs: int
     read_later: frozenset[str] = frozenset()
+    gradients_of: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -49,6 +52,12 @@ class Program:
         """What the program returns: nodes and constants."""
         values = self.output.args[0]
         return list(values) if isinstance(values, (tuple, list)) else [values]
+
+    @property
+    def returned(self) -> list[Any]:
+        """What leaves zerofx: the user's values, or gradients."""
+        outputs = self.outputs
+        return outputs if self.region is Region.BACKWARD else outputs[: self.num_user_outputs]
 
     def calls(self, *ops: Any) -> list[fx.Node]:
         """Nodes that call one of `ops`, in execution order."""

@@ -10,16 +10,21 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, fx
 
 from zerofx.ir import ops
-from zerofx.ir.case import Case, Offence, gradients_by_input
+from zerofx.ir.case import Case, Offence
 from zerofx.ir.code_rules import codes_as_stated
 from zerofx.ir.facts import Role, facts
+from zerofx.ir.gradient_rules import (
+    every_gradient_reduced,
+    moved,
+    one_reduction,
+    own_gradient,
+    reduced_before,
+)
 from zerofx.ir.node_rules import inside_the_node
+from zerofx.ir.return_rules import nothing_full_returned, nothing_full_saved
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source, only_returned
 from zerofx.ir.write_rules import nothing_written
-
-SMALL_NUMEL = 1024
-"""Values computed from parameters alone may be saved for backward up to this many elements."""
 
 _SHARD_ARGUMENT = {
     ops.UNSHARD: 0,
@@ -28,6 +33,16 @@ _SHARD_ARGUMENT = {
     ops.KEEP_SHARD: 1,
     ops.REDUCE_GRAD: 1,
     ops.REDUCE_WAIT: 1,
+}
+
+_LAYOUT_ARGUMENT = {
+    ops.UNSHARD: 2,
+    ops.UNSHARD_START: 1,
+    ops.FREE: 1,
+    ops.KEEP: 2,
+    ops.KEEP_SHARD: 2,
+    ops.REDUCE_GRAD: 2,
+    ops.REDUCE_START: 2,
 }
 
 
@@ -112,13 +127,28 @@ def own_shard(case: Case) -> Iterator[Offence]:
                 yield Offence(start, f"works on the shard of {other}, not of {param}")
 
 
+def own_layout(case: Case) -> Iterator[Offence]:
+    """A parameter moves as its layout says, and a gathered value has its size."""
+    for op, place in _LAYOUT_ARGUMENT.items():
+        for node in case.calls(op):
+            for name in moved(node):
+                spec = case.program.params.get(name)
+                if spec is not None and node.args[place] != spec.layout.handle:
+                    yield Offence(node, f"moves {name}, whose layout is another one")
+    for full in case.calls(ops.UNSHARD_WAIT):
+        spec, size = case.program.spec(full), full.args[2]
+        if spec is not None and size != list(spec.shape):
+            yield Offence(full, f"is {size}, not {list(spec.shape)}")
+
+
 def own_dtype(case: Case) -> Iterator[Offence]:
     """Full values and returned gradients have the dtypes that mixed precision states for them."""
     for node in case.calls(ops.UNSHARD, ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
         spec, value = case.program.spec(node), node.meta.get("val")
         stated = spec.cast if spec is not None else None
         if spec is not None and ops.is_call(node, ops.REDUCE_WAIT):
-            stated = spec.layout.grad_dtype if only_returned(node) else None
+            at_rest = spec.layout.grad_dtype if only_returned(node) else None
+            stated = at_rest or spec.dtype
         if stated is not None and isinstance(value, Tensor) and value.dtype is not stated:
             yield Offence(node, f"is {value.dtype}, not {stated}")
 
@@ -129,7 +159,7 @@ def one_gather(case: Case) -> Iterator[Offence]:
         return
     first: dict[str, fx.Node] = {}
     for node in case.calls(ops.UNSHARD, ops.UNSHARD_START):
-        for param in _moved(node):
+        for param in moved(node):
             if param in first:
                 yield Offence(node, f"gathers what {case.name(first[param])} gathers already")
             first.setdefault(param, node)
@@ -161,66 +191,6 @@ def only_gathered_freed(case: Case) -> Iterator[Offence]:
     for full, frees in case.frees.items():
         if full not in case.gathered:
             yield Offence(frees[0], f"frees {case.name(full)}, which is no gathered value", full)
-
-
-def nothing_full_saved(case: Case) -> Iterator[Offence]:
-    """Stage 3: nothing saved for backward is, or views, a full parameter."""
-    for node in case.saved:
-        for full in case.roots.get(node, ()):
-            if full in case.gathered:
-                yield Offence(
-                    node, f"is saved for backward and is or views {case.name(full)}", full
-                )
-        if node in case.derived and _numel(node) > SMALL_NUMEL:
-            yield Offence(node, "is saved for backward and is computed from full parameters alone")
-
-
-def nothing_full_returned(case: Case) -> Iterator[Offence]:
-    """The memory of a full value is freed or refreshed, so it does not leave a program."""
-    if case.program.region not in (Region.FORWARD, Region.INFERENCE):
-        return
-    if not (case.final or "copy_returned" in case.done):
-        return
-    for node in case.returned:
-        for full in case.roots.get(node, ()):
-            yield Offence(node, f"is returned to the user and is or views {case.name(full)}", full)
-
-
-def one_reduction(case: Case) -> Iterator[Offence]:
-    """ZeRO §5.2: each parameter has one gradient reduction per step; tied weights sum first."""
-    joint = case.program.region is Region.JOINT
-    if joint and not (case.final or "merge_reduces" in case.done):
-        return
-    first: dict[str, fx.Node] = {}
-    for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        for param in _moved(node):
-            if param in first:
-                yield Offence(
-                    node, f"reduces a gradient that {case.name(first[param])} reduces too"
-                )
-            first.setdefault(param, node)
-
-
-def reduced_before(case: Case) -> Iterator[Offence]:
-    """A gradient that was reduced is not reduced again on its way out."""
-    for node in case.calls(ops.REDUCE_GRAD, ops.REDUCE_START):
-        for grad in ops.gradients(node):
-            for earlier in case.reductions.get(grad, ()):
-                yield Offence(node, f"reduces what {case.name(earlier)} already reduced", earlier)
-
-
-def every_gradient_reduced(case: Case) -> Iterator[Offence]:
-    """Every gradient of a trainable parameter passes a reduction of that parameter."""
-    if case.program.region is not Region.JOINT:
-        return
-    gradients = case.program.outputs[case.program.num_user_outputs :]
-    for shard, place in gradients_by_input(case.program):
-        param, gradient = facts(shard).param, gradients[place]
-        if facts(shard).role is not Role.SHARD or not isinstance(gradient, fx.Node):
-            continue
-        found = {name for node in case.reductions.get(gradient, ()) for name in _moved(node)}
-        if param not in found:
-            yield Offence(gradient, f"is the gradient of {param}, and no rank reduced it", shard)
 
 
 def no_marker_left(case: Case) -> Iterator[Offence]:
@@ -256,6 +226,7 @@ RULES: tuple[Rule, ...] = (
     Rule("waits_in_order", waits_in_order, "wait in the order of the starts"),
     Rule("stated_order", stated_order, "start collectives in the order of the plan"),
     Rule("own_shard", own_shard, "pass the shard of the same parameter"),
+    Rule("own_layout", own_layout, "pass the layout of the same parameter"),
     Rule("own_dtype", own_dtype, "pass the dtype on when a collective is rebuilt"),
     Rule("codes_as_stated", codes_as_stated, "call note_sent after the codec is named"),
     Rule("one_gather", one_gather, _ENABLE),
@@ -269,17 +240,12 @@ RULES: tuple[Rule, ...] = (
     Rule("one_reduction", one_reduction, _ENABLE),
     Rule("reduced_before", reduced_before, "reduce each gradient once"),
     Rule("every_gradient_reduced", every_gradient_reduced, "read the parameter through its module"),
+    Rule("own_gradient", own_gradient, "return each reduced gradient in the place where it was"),
     Rule("no_marker_left", no_marker_left, _ENABLE),
     Rule("buffers_follow", buffers_follow, _ENABLE),
     Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
 )
 """Every rule, in the order in which they are checked."""
-
-
-def _moved(node: fx.Node) -> tuple[str, ...]:
-    """Names of the parameters that a marker or a collective moves."""
-    record = facts(node)
-    return record.members or ((record.param,) if record.param else ())
 
 
 def _members(start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
@@ -292,8 +258,3 @@ def _other_shard(shard: fx.Node, param: str) -> str:
     """The parameter whose shard it is, if that is known and not `param`."""
     source = facts(identity_source(shard))
     return source.param if source.role is Role.SHARD and source.param != param else ""
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return int(value.numel()) if isinstance(value, Tensor) else 0

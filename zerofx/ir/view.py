@@ -107,6 +107,11 @@ def _is_owned(node: fx.Node) -> bool:
     return is_shard or is_call(node, REDUCE_GRAD, REDUCE_WAIT)
 
 
+def is_symbol(node: fx.Node) -> bool:
+    """Whether the value of `node` is a number: a size, say, or what was read off a tensor."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Whether `node` is one of the several values of another node."""
     return getattr(node.target, "__name__", "") == "getitem"

@@ -1,4 +1,4 @@
-"""A rule about memory that others read: parameters, and what is gathered of them."""
+"""A rule about memory that others read: parameters, what is gathered of them, what is sent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zerofx.ir.view import alias_closure
 
 
 def nothing_written(case: Case) -> Iterator[Offence]:
-    """No operation of a program writes to a shard or to a full value, through views neither.
+    """No operation writes to a shard, to a full value, or to a gradient under way; views included.
 
     A shard is the parameter, which the optimizer alone changes; a full value may be kept for
-    backward, or be the parameter itself.
+    backward, or be the parameter itself; a reduction reads its gradients until it is waited for.
     """
     writes = {node: written for node in case.place if (written := _written(node))}
     if not writes:
@@ -27,6 +27,12 @@ def nothing_written(case: Case) -> Iterator[Offence]:
             for user in alias.users:
                 if alias in writes.get(user, ()):
                     yield Offence(user, f"writes to {case.name(source)}", source)
+    for start in case.calls(ops.REDUCE_START):
+        done = max((case.place[wait] for wait in ops.waits_of(start)), default=len(case.place))
+        for grad in ops.gradients(start):
+            for user in (user for alias in alias_closure(grad) for user in alias.users):
+                if user in writes and case.place[start] < case.place[user] < done:
+                    yield Offence(user, f"writes to what {case.name(start)} is sending", start)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -61,5 +61,7 @@ def _computes(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         return True
-    # Sizes and seeds are computed, but no kernel is launched for them.
-    return not aliased_inputs(node) and isinstance(node.meta.get("val"), (Tensor, tuple, list))
+    # Arithmetic of sizes launches no kernel; what reads a size off a tensor stays behind that.
+    values = (node, *node.all_input_nodes)
+    tensors = any(isinstance(each.meta.get("val"), (Tensor, tuple, list)) for each in values)
+    return tensors and not aliased_inputs(node)
