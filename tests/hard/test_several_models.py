@@ -7,8 +7,10 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.hard.pair import (
@@ -82,6 +84,38 @@ def _teacher(stage: int, inner: str) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_teacher_and_student(stage: int) -> None:
     run_ranks(2, _teacher, stage, "eager")
+
+
+class Taught(nn.Module):
+    """Keeps its teacher where neither parameters nor `state_dict` find it."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self._hidden = [_mlp(7, 9, 5).requires_grad_(False)]
+        self.net, self.breaks = _mlp(7, 11, 5), breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self._hidden[0](x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return (self.net(x) - wanted).square().mean()
+
+
+def _hidden(breaks: bool, how: str) -> None:
+    torch.manual_seed(0)
+    model = Taught(breaks)
+    pair = Pair(model, 3, rtol=1e-6)
+    if how == "sharded first":
+        zerofx.shard(model, ZeroConfig(stage=3, inner="eager", min_shard_numel=0))
+    pair.train(lambda run, number: run(draw(4, 7, seed=number + 50 * dist.get_rank())))
+    assert not any(isinstance(p, DTensor) for p in model._hidden[0].parameters())
+
+
+@pytest.mark.parametrize("how", ["plain", "sharded first"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_teacher_that_is_no_submodule_stays_whole(breaks: bool, how: str) -> None:
+    run_ranks(2, _hidden, breaks, how)
 
 
 def test_teacher_and_student_through_inductor() -> None:

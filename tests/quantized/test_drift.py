@@ -15,6 +15,7 @@ from tests.logs import heard
 from tests.quantized.test_values import Weights, grads_of
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
+from zerofx.frontend.planner import at_stage
 from zerofx.ir.error_bands import expected_error
 
 OPTIONS = {
@@ -73,6 +74,26 @@ def test_outliers_are_found_and_gaussian_numbers_are_not() -> None:
         assert len(found["warned"]) == 2
         assert "int8x64 does not suit weights.0:" in found["warned"][0]
         assert unshard.name in found["warned"][0]
+
+
+def _large() -> list[float]:
+    model = Weights()
+    run = torch.compile(model, backend="zero3", options=OPTIONS)
+    run([1e20 * grad for grad in grads_of(dist.get_rank())])[0].backward()
+    return [each.error / each.expected for each in zerofx.drift(model)]
+
+
+def test_squares_of_large_numbers_do_not_overflow() -> None:
+    for found in run_ranks(4, _large, timeout=120):
+        assert len(found) == 3 and all(2 / 3 < error < 4 / 3 for error in found)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_other_stages_go_without(stage: int) -> None:
+    """As in plans of them: they do not code weights."""
+    config = zerofx.ZeroConfig(stage=3, quantize_weights="int8", drift_every=2)
+    other = at_stage(config, stage)
+    assert other.stage == stage and (other.drift_every is None) == (stage < 3)
 
 
 def test_there_must_be_codes_to_compare() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.device import DEVICE
 from tests.hard.pair import full
+from tests.program_builder import layout_of, specs_of
 from tests.ranks import run_ranks
 from zerofx.codegen.reference import Reference
 from zerofx.config import ZeroConfig
@@ -19,6 +20,7 @@ from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.frontend.quantize import kernels_of
 from zerofx.ir.kernels import Pack, reduce_kernels, unshard_kernels
 from zerofx.ir.parcels import Codec, Member, Parcels
+from zerofx.passes.quantize import why_exact
 from zerofx.runtime.handles import live_sessions
 from zerofx.sharding.shard import session_of
 from zerofx.sim.quantized import reduce_quantized, unshard_quantized
@@ -169,3 +171,30 @@ def test_kernels_run_op_by_op_with_the_eager_inner_compiler() -> None:
     for inner in ("inductor", "eager"):
         kernel = kernels_of(ZeroConfig(inner=inner))(spec, near)
         assert kernel == Reference(spec, inner == "inductor")
+
+
+def _noise(options: dict[str, Any]) -> float:
+    """Error of the mean of equal gradients, which ranks round up or down at random."""
+    torch.manual_seed(0)
+    model = Weights().to(DEVICE)
+    settings = {"inner": "eager", "quantize_exact": (), **options}
+    run = torch.compile(model, backend="zero3", options=settings)
+    grads = grads_of(0)
+    run(grads)[0].backward()
+    return _relative([full(weight.grad) for weight in model.weights], grads)
+
+
+def test_replicas_round_each_by_its_own_numbers() -> None:
+    options = {"quantize_gradients": "int4x64.stochastic"}
+    everyone = run_ranks(4, _noise, options, timeout=120)[0]
+    by_groups = run_ranks(4, _noise, {**options, "replicate": 2}, timeout=120)[0]
+    assert 0.06 < everyone < 0.09
+    assert by_groups < 1.15 * everyone, "groups of ranks draw the same"
+
+
+def test_codes_are_shorter_than_what_would_travel() -> None:
+    layout = dataclasses.replace(layout_of(2), reduce_dtype=torch.bfloat16)
+    spec = specs_of({"w": (10, 20)}, layout, dtype=torch.float32)["w"]
+    codecs = [Codec.parse("int8")]
+    assert why_exact(spec, codecs, ()) == ""
+    assert why_exact(spec, codecs, (), reduces=True) == "100 numbers a rank"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
 
 import zerofx.runtime.markers  # noqa: F401 (registers the eager kernels)
 from zerofx.config import Stage, ZeroConfig, config_from_options, differences
@@ -23,6 +22,7 @@ from zerofx.frontend.roots import (
     find_missing_roots,
     find_root,
     refuse_running_wrappers,
+    to_be_sharded,
 )
 from zerofx.frontend.watch import GraphWatcher, watcher_of
 from zerofx.passes.registry import refuse_changed, registered, with_registered
@@ -119,7 +119,7 @@ def _shard_and_compile(
     mode: str | None,
 ) -> Compiled:
     refuse_running_wrappers()
-    plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
+    plain = to_be_sharded(inputs)
     root = find_root(plain) if plain else None
     if root is not None:
         refuse_meta(root)

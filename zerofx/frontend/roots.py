@@ -28,6 +28,24 @@ _REMEDY = (
 )
 
 
+def to_be_sharded(inputs: Sequence[Any]) -> list[nn.Parameter]:
+    """Plain parameters of a graph, but for those of a frozen model that no running module owns.
+
+    A distillation keeps its teacher in a list, say: each rank has it whole, as beside
+    DistributedDataParallel. Should it train later, the graph is compiled anew.
+
+    Args:
+        inputs: of the graph.
+    """
+    plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
+    running = [module for _, module in _module_frames()]
+    owned = {id(param) for module in running for _, param in _params(module)}
+    found = [param for param in plain if param.requires_grad or id(param) in owned]
+    # A frozen model alone, in a compiled function, was meant to be sharded.
+    beside = found or running or any(isinstance(value, DTensor) for value in inputs)
+    return found if beside else plain
+
+
 def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) -> nn.Module:
     """The outermost module on the call stack that owns every plain parameter of the graph.
 

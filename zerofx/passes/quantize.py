@@ -113,6 +113,8 @@ def plan_codes(
     patterns: Sequence[str],
     dtype_of: Callable[[fx.Node], torch.dtype],
     weighed: Weighed | None = None,
+    *,
+    reduces: bool = False,
 ) -> QuantizePlan:
     """Decide for each parameter.
 
@@ -126,9 +128,10 @@ def plan_codes(
         patterns: globs of what stays exact: names of parameters, or of their modules' classes.
         dtype_of: what a collective would send if it were exact.
         weighed: whether codes pay; by default they are wanted in any case.
+        reduces: these are reductions.
     """
     reasons = {
-        spec.name: why_exact(spec, codecs, patterns)
+        spec.name: why_exact(spec, codecs, patterns, reduces=reduces)
         for spec in sorted(program.params.values(), key=lambda spec: spec.index)
     }
     if weighed is not None and not weighed.pays:
@@ -160,8 +163,10 @@ def send_codes(edit: Editor, plan: QuantizePlan, starts: Iterable[fx.Node], code
         note_sent(edit, made)
 
 
-def why_exact(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str]) -> str:
-    """Why a parameter stays exact; empty if it does not."""
+def why_exact(
+    spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str], *, reduces: bool = False
+) -> str:
+    """Why a parameter, or its gradient, stays exact; empty if it does not."""
     if not spec.layout.sharded:
         return "replicated"
     if len(spec.shape) < 2:
@@ -173,7 +178,8 @@ def why_exact(spec: ParamSpec, codecs: Sequence[Codec], patterns: Sequence[str])
     if spec.dtype not in DTYPES:
         return f"{spec.dtype} has no codes"
     chunk = spec.padded_numel // spec.layout.num_shards
-    itemsize = min(spec.dtype.itemsize, spec.full_dtype.itemsize)
+    sent = spec.layout.reduce_dtype if reduces else None
+    itemsize = min(each.itemsize for each in (spec.dtype, spec.full_dtype, sent or spec.dtype))
     for codec in codecs:
         if codec.parcel_bytes(-(-chunk // codec.block)) >= chunk * itemsize:
             return f"{chunk} numbers a rank"

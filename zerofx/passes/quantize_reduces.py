@@ -53,7 +53,8 @@ class QuantizeReduces(Pass):
         """Decide for each parameter."""
         starts = program.calls(REDUCE_START)
         codecs = [Codec.parse(self.codec), Codec.parse(self.across)]
-        return plan_codes(program, starts, codecs, self.exact, _dtype, self.weighed)
+        weighed = self.weighed
+        return plan_codes(program, starts, codecs, self.exact, _dtype, weighed, reduces=True)
 
     def apply(self, edit: Editor, plan: QuantizePlan) -> None:
         """Name the codecs at each reduction."""
@@ -62,7 +63,7 @@ class QuantizeReduces(Pass):
     def kept_bytes(self, spec: ParamSpec) -> int:
         """Bytes that a rank keeps of a parameter from step to step: errors, with feedback."""
         codecs = Codec.parse(self.codec), Codec.parse(self.across)
-        if not spec.trainable or why_exact(spec, codecs, self.exact):
+        if not spec.trainable or why_exact(spec, codecs, self.exact, reduces=True):
             return 0
         kernels = reduce_kernels([spec], *codecs, spec.layout.num_nodes)
         hops = [each for each in (kernels.pack, kernels.repack) if each is not None]

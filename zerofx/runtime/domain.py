@@ -174,7 +174,8 @@ class Domain:
         flat = [grad.contiguous().reshape(-1) for grad in grads]
         if codes is not None:
             owned = [split[comm.rank] for split in splits]
-            pending = reduce_codes(codes, flat, owned, comm, tag, states, self.session.codes)
+            world, memory = self.session.world, self.session.codes
+            pending = reduce_codes(codes, flat, owned, comm, tag, world, states, memory)
         else:
             pending = collectives.reduce_scatter_mean(flat, splits, comm, tag)
         self.session.advance_if_short(pending)

@@ -126,7 +126,7 @@ def _decoded(check: Check, kernel: Kernel, wires: Tensor) -> list[Tensor]:
 def _drift(check: Check, wanted: Sequence[Tensor], found: Sequence[Tensor]) -> Drift:
     rows: list[Tensor] = []
     for given, got in zip(wanted, found, strict=True):
-        exact, some = given.float(), given != 0
+        exact, some = given.double(), given != 0  # squares of large numbers overflow in fp32
         off, size = (got - exact).square().sum(), exact.square().sum()
         rows.append(torch.stack([off, size, (some & (got == 0)).sum(), some.sum()]))
     # One wait for the device.

@@ -194,6 +194,7 @@ def reduce_codes(
     owned: Sequence[int],
     comm: Comm,
     tag: int,
+    world: Comm,
     states: Sequence[ParamState | None],
     memory: CodeMemory,
 ) -> Pending:
@@ -205,11 +206,12 @@ def reduce_codes(
         owned: elements of each that this rank owns.
         comm: the axis.
         tag: number that must agree on all ranks; it also seeds stochastic rounding.
+        world: all ranks of the model: no two of them round alike, replicas neither.
         states: whose gradients they are.
         memory: of the model.
     """
     wire = grads[0].new_empty(comm.size, kernels.parcel_bytes, dtype=torch.uint8)
-    seed = tag * 2 * comm.size + comm.rank
+    seed = tag * 2 * world.size + world.rank
     errors = memory.errors.of(states, kernels.errors, wire.device)
     kernels.pack(grads, [wire, *errors[0]], seed)
     memory.drift.look(kernels.checks[0], grads, wire)
@@ -226,7 +228,7 @@ def reduce_codes(
 
     def cross(arrived: list[Tensor]) -> Pending:
         means = wire.new_empty(comm.num_nodes, kernels.across_bytes)
-        repack([arrived[0]], [means, *errors[1]], seed + comm.size)
+        repack([arrived[0]], [means, *errors[1]], seed + world.size)
         memory.drift.look(kernels.checks[1], arrived, means)
         column = range(comm.column, comm.size, comm.node_size)
         return collectives.all_to_all(means, column, comm.node, comm, tag)

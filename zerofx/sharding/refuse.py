@@ -218,6 +218,7 @@ def refuse_past_recompile_limit(name: str) -> None:
             "find what changes with TORCH_LOGS=recompiles (a shape: torch.compile(…, dynamic=True) "
             "or torch._dynamo.mark_dynamic; a number that a module counts up, self.calls += 1: "
             "torch._dynamo.config.allow_unspec_int_on_nn_module = True; the model, where several "
-            "are of one class), or raise torch._dynamo.config.recompile_limit",
+            "are of one class; layers that are unfrozen one by one), or raise "
+            "torch._dynamo.config.recompile_limit",
             [name],
         )
