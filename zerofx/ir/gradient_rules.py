@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from torch import fx
@@ -51,8 +52,8 @@ def every_gradient_reduced(case: Case) -> Iterator[Offence]:
 
 def own_gradient(case: Case) -> Iterator[Offence]:
     """A backward program returns, in every place, the reduced gradient that the cut put there."""
-    for place, param in enumerate(case.program.gradients_of):
-        value = case.program.outputs[place]
+    owners = case.program.gradients_of
+    for value, param in itertools.zip_longest(case.program.outputs[: len(owners)], owners):
         if not param or (isinstance(value, fx.Node) and case.reduced_as.get(value) == param):
             continue
         node = value if isinstance(value, fx.Node) else case.program.output

@@ -48,7 +48,7 @@ class CopyReturned(Pass):
 
     def plan(self, program: Program) -> ReturnPlan:
         """Find aliases of full values among what is returned and what is reduced."""
-        returned = [node for node in program.returned if isinstance(node, fx.Node)]
+        returned = {node for node in program.returned if isinstance(node, fx.Node)}
         aliases = [a for full in program.calls(UNSHARD) for a in alias_closure(full)]
         found: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
         for node in aliases:
