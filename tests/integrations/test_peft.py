@@ -17,7 +17,7 @@ from benchmarks.meters import live_storages
 from tests.hard.pair import EAGER, Pair, draw, full, same
 from tests.hard.wire import watched
 from tests.ranks import run_ranks
-from zerofx.errors import UnsupportedError
+from zerofx.errors import CheckpointError, UnsupportedError
 
 peft = pytest.importorskip("peft")
 
@@ -168,3 +168,57 @@ def merged_in_place(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_merging_in_place(stage: int) -> None:
     run_ranks(2, merged_in_place, stage, timeout=120)
+
+
+_PROMPTS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+_KINDS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(**_PROMPTS),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(**_PROMPTS),
+    "p-tuning": lambda: peft.PromptEncoderConfig(**_PROMPTS, encoder_hidden_size=8),
+    "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]),  # layers share its matrices
+}
+
+
+def _llama(kind: str, seed: int = 0) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    if not kind:
+        return base
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(base, _KINDS[kind]())
+    with torch.no_grad():
+        for param in filter(lambda each: each.requires_grad, model.parameters()):
+            param.add_(torch.randn_like(param))
+    return model.eval()
+
+
+def saved_and_loaded(kind: str, folder: str) -> None:
+    """What PEFT computes from shards, or finds tied, is on disk; and comes back."""
+    from zerofx.integrations import save_adapters
+    from zerofx.integrations.adapters import load_adapters
+
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        wanted = _llama(kind)(input_ids=ids).logits
+    model, other = _llama(kind, seed=dist.get_rank()), _llama(kind, seed=5)
+    for each in (model, other):
+        zerofx.shard(each, zerofx.ZeroConfig(**EAGER))
+    save_adapters(model, folder)
+    dist.barrier()
+    again = peft.PeftModel.from_pretrained(_llama(""), folder).eval()
+    with torch.no_grad():
+        same(again(input_ids=ids).logits, wanted, "output", rtol=1e-5)
+        if kind != "p-tuning":  # PEFT keeps its encoder's results, not the encoder
+            assert load_adapters(other, folder)
+            run = torch.compile(other, backend="zero3", options=EAGER)
+            same(run(input_ids=ids).logits, wanted, "output", rtol=1e-5)
+    with pytest.raises(CheckpointError, match="should be a directory"):
+        save_adapters(model, f"{folder}/adapter_config.json")
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_prompts_and_shared_adapters_are_saved(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, saved_and_loaded, kind, str(tmp_path), timeout=120)

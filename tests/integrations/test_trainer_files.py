@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -92,6 +93,34 @@ def test_the_flag_of_deepspeed_names_a_file(tmp_path: Path) -> None:
     assert "step=2, skipped=0, lr=[" in spoken and "step=4, skipped=0, lr=[" in spoken
     assert "forward and backward=" in spoken and "option stage: 2" in spoken
     assert "step=" not in silent
+
+
+def test_arguments_that_are_made_again_know_the_file(tmp_path: Path) -> None:
+    """Trainers that others derive make arguments of their own class: trl's do."""
+    from zerofx.integrations import TrainerMixin, TrainingArguments
+
+    @dataclasses.dataclass
+    class Arguments(transformers.TrainingArguments):
+        pass
+
+    class Derived(transformers.Trainer):
+        def __init__(self, model: Any, args: Any) -> None:
+            super().__init__(model, Arguments(**args.to_dict()))
+
+    class Mine(TrainerMixin, Derived):
+        pass
+
+    fresh_state()
+    file = tmp_path / "ds_config.json"
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    file.write_text(json.dumps({**sizes, "zero_optimization": {"stage": 1}}))
+    args = TrainingArguments(str(tmp_path), deepspeed=str(file), use_cpu=True, report_to="none")
+    for again in (TrainingArguments(**args.to_dict()), dataclasses.replace(args)):
+        assert (again.zero_file, again.deepspeed) == (str(file), None)
+    trainer: Any = Mine(tiny(), args)
+    assert type(trainer.args) is Arguments and args.zero_file == trainer.args.zero_file == str(file)
+    assert trainer._recipe.config.stage == 1
+    assert Mine(tiny(), args=trainer.args)._recipe.config.stage == 1
 
 
 def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:

@@ -94,13 +94,14 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
 
     Args:
         model: plain or sharded, compiled or not.
-        names: of the values wanted; by default all, tied ones once, under their first name.
+        names: of the values wanted, tied ones under each; by default all, tied ones once, under
+            their first name.
 
     Returns:
         On the first rank that holds the model, mostly rank 0, the values by name, on its host; on
         other ranks nothing.
     """
-    values = once(model)
+    values = once(model) if names is None else _tensors(model)
     chosen = {key: values[key] for key in values if names is None or key in names}
     return _collect(chosen, ranks_that_hold(model, "full_state_dict"), copy=True)
 
@@ -121,15 +122,15 @@ def _collect(values: dict[str, Tensor], ranks: Ranks, *, copy: bool = False) -> 
 
 def once(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the state dict, tied ones under their first name only."""
-    state = get_model_state_dict(model)
     plain = unwrap_compiled(model)
     first = {id(value): name for name, value in reversed(list(_named(plain)))}
     again = {_clean(name) for name, value in _named(plain) if first[id(value)] != name}
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor) and name not in again
-    }
+    return {name: value for name, value in _tensors(model).items() if name not in again}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    state = get_model_state_dict(model)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _clean(name: str) -> str:

@@ -1,8 +1,8 @@
 """Programs of other libraries: loops and adapters of Hugging Face; Lightning; files of DeepSpeed.
 
 The libraries are optional (`pip install 'zerofx[hf]'`, `'zerofx[lightning]'`), and imported when a
-name is asked for. Modules: accelerator, recipe_accelerator, samples, stepping, trainer, adapters,
-embeddings, recipe, reports, lightning. Packages: deepspeed, tensor_parallel.
+name is asked for. Modules: accelerator, recipe_accelerator, samples, stepping, trainer,
+arguments, adapters, embeddings, recipe, reports, lightning. Packages: deepspeed, tensor_parallel.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from zerofx.errors import MissingPackageError
 if TYPE_CHECKING:
     from zerofx.integrations.accelerator import Accelerator
     from zerofx.integrations.adapters import save_adapters
+    from zerofx.integrations.arguments import TrainingArguments
     from zerofx.integrations.embeddings import resize_token_embeddings
     from zerofx.integrations.lightning import ZeroStrategy
     from zerofx.integrations.recipe import auto_values
-    from zerofx.integrations.trainer import Trainer, TrainerMixin, TrainingArguments
+    from zerofx.integrations.trainer import Trainer, TrainerMixin
 
 __all__ = [
     "Accelerator",
@@ -36,7 +37,7 @@ _HOMES = {
     "Accelerator": ("accelerator", "hf", ("accelerate",)),
     "Trainer": ("trainer", "hf", ("accelerate", "transformers")),
     "TrainerMixin": ("trainer", "hf", ("accelerate", "transformers")),
-    "TrainingArguments": ("trainer", "hf", ("accelerate", "transformers")),
+    "TrainingArguments": ("arguments", "hf", ("accelerate", "transformers")),
     "ZeroStrategy": ("lightning", "lightning", ("lightning",)),
     "auto_values": ("recipe", "", ()),
     "resize_token_embeddings": ("embeddings", "", ()),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
+import zerofx
 from zerofx.checkpoint import full_state_dict
 from zerofx.checkpoint.ranks import ranks_that_hold
 from zerofx.errors import UnsupportedError
@@ -23,16 +29,31 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         UnsupportedError: the model has no adapters.
+        CheckpointError: the first rank could not write; on all ranks.
     """
-    state = adapter_state_dict(model)
-    if state is None:
+    plain: Any = unwrap_compiled(model)
+    if not write_adapters(model, lambda state: plain.save_pretrained(folder, state_dict=state)):
         raise UnsupportedError(
-            f"{type(unwrap_compiled(model)).__name__} has no adapters",
+            f"{type(plain).__name__} has no adapters",
             "make it with peft.get_peft_model, or use zerofx.checkpoint.export_safetensors",
         )
-    plain: Any = unwrap_compiled(model)
-    if ranks_that_hold(model, "save_adapters").is_first:
-        plain.save_pretrained(folder, state_dict=state)
+
+
+def write_adapters(model: nn.Module, write: Callable[[dict[str, Tensor]], Any]) -> bool:
+    """Have the first rank write what `adapter_state_dict` gives; every rank calls it.
+
+    Returns:
+        Whether the model has adapters.
+
+    Raises:
+        CheckpointError: the first rank could not write; on all ranks.
+    """
+    plain = _peft_model(model)
+    if plain is None:
+        return False
+    ranks = ranks_that_hold(model, "save_adapters")
+    _with_prompts(plain, lambda: ranks.agreed(functools.partial(write, _state_dict(plain))))
+    return True
 
 
 def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
@@ -74,8 +95,10 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     Every rank calls it; other ranks get an empty dict, and models without adapters `None`.
     """
     plain = _peft_model(model)
-    if plain is None:
-        return None
+    return None if plain is None else _with_prompts(plain, lambda: _state_dict(plain))
+
+
+def _state_dict(plain: Any) -> dict[str, Tensor]:
     peft: Any = importlib.import_module("peft")
     state = get_model_state_dict(plain)
     chosen: set[int] = set()
@@ -84,3 +107,27 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
         found = peft.get_peft_model_state_dict(plain, state_dict=dict(state), adapter_name=adapter)
         chosen |= {id(value) for value in found.values()}
     return full_state_dict(plain, {name for name in state if id(state[name]) in chosen})
+
+
+class _Call(nn.Module):
+    """A call with other values in the place of a model's parameters."""
+
+    def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self) -> Any:
+        return self.call()
+
+
+def _with_prompts(plain: Any, call: Callable[[], Any]) -> Any:
+    """Full values are in the place of the parameters that prompts are computed from.
+
+    What PEFT saves of prompts is computed by their encoder, on the first rank alone.
+    """
+    prompts: Any = getattr(plain, "prompt_encoder", None) or nn.Module()
+    sharded = any(isinstance(param, DTensor) for param in prompts.parameters())
+    values = zerofx.unshard(prompts, writeback=False) if sharded else contextlib.nullcontext({})
+    with values as full:
+        placed = {f"model.prompt_encoder.{name}": value for name, value in full.items()}
+        return functional_call(_Call(plain, call), placed, ()) if placed else call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -19,7 +18,8 @@ import zerofx
 from zerofx.config import ZeroConfig
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.accelerator import Accelerator
-from zerofx.integrations.adapters import adapter_state_dict, load_adapters
+from zerofx.integrations.adapters import load_adapters, write_adapters
+from zerofx.integrations.arguments import file_aside
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.sampling import DataSampler
 from zerofx.integrations.recipe import auto_values, refuse_disagreement
@@ -38,19 +38,6 @@ _SCHEDULER = "scheduler.pt"
 
 # What a mixin stands on is known where it is mixed in.
 _Base: Any = object
-
-
-@dataclasses.dataclass
-class TrainingArguments(transformers.TrainingArguments):
-    """transformers' own, whose `--deepspeed FILE` is for zerofx: DeepSpeed need not be there.
-
-    Keys that the file gives as "auto" are those of the other arguments.
-    """
-
-    def __post_init__(self) -> None:
-        # transformers would import DeepSpeed and hand training over to it.
-        self.zero_file, self.deepspeed = self.deepspeed, None
-        super().__post_init__()
 
 
 class TrainerMixin(_Base):
@@ -90,7 +77,8 @@ class TrainerMixin(_Base):
         self._make_sampler = make_sampler
         self._sampler: EpochSampler | None = None
         self._reports: Reports | None = None
-        super().__init__(*args, **kwargs)
+        with file_aside(args, kwargs) as self._file:
+            super().__init__(*args, **kwargs)
         if self._cuts_sequences and (self.label_smoother or self.compute_loss_func):
             raise ConfigError(
                 "autosp: with label_smoothing_factor or compute_loss_func the trainer computes the "
@@ -103,9 +91,10 @@ class TrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         """Put zerofx's accelerator in the place of the one that transformers makes."""
         _refuse_rivals(self.args)
-        named = getattr(self.args, "zero_file", None)
-        if named and self._recipe is None and self._zero is None:
-            self._recipe = zerofx.from_deepspeed(named, auto=auto_values(self.args))
+        if self._file is not None:  # also where these are not the arguments that were given
+            self.args.zero_file = self._file
+            if self._recipe is None and self._zero is None:
+                self._recipe = zerofx.from_deepspeed(self._file, auto=auto_values(self.args))
         if self._recipe is not None:
             refuse_disagreement(self._recipe, self.args)
             self.args.save_on_each_node |= self._recipe.node_local  # the trainer's own files, too
@@ -203,12 +192,11 @@ class TrainerMixin(_Base):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write full weights, or adapters, as `from_pretrained` reads them; every rank calls it."""
         folder = output_dir or self.args.output_dir
-        state = adapter_state_dict(self.model)
-        if state is None:
+        if not write_adapters(self.model, lambda state: self._save(folder, state_dict=state)):
             state = self.accelerator.get_state_dict(self.model)
-        if self.is_world_process_zero():
-            self._save(folder, state_dict=state)
-        elif self.args.should_save:  # on the disk of another node, where no full weights are
+            if self.is_world_process_zero():
+                self._save(folder, state_dict=state)
+        if self.args.should_save:  # also on the disk of another node, where no full weights are
             os.makedirs(folder, exist_ok=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
