@@ -83,7 +83,7 @@ HONOURED: dict[str, Pair] = {
     "optimizer.params.weight_decay": (_ADAM, 0.1, 0.2),
     "optimizer.params.momentum": (_SGD, 0.1, 0.2),
     "optimizer.params.dampening": (_SGD, 0.1, 0.2),
-    "optimizer.params.nesterov": (_SGD, False, True),
+    "optimizer.params.nesterov": ({**_SGD, "optimizer.params.momentum": 0.9}, False, True),
     "optimizer.params.amsgrad": (_ADAM, False, True),
     "optimizer.params.maximize": (_ADAM, False, True),
     "optimizer.params.foreach": (_ADAM, False, True),

@@ -9,6 +9,7 @@ from torch import nn
 
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.data_keys import BATCHING, SAMPLING
+from zerofx.integrations.deepspeed.key import IfAuto
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.torch_private import unwrap_compiled
 
@@ -17,10 +18,12 @@ def auto_values(args: Any) -> dict[str, Any]:
     """Values for the keys that a `ds_config.json` gives as "auto", out of `TrainingArguments`.
 
     The schedule's steps are among them if `max_steps` is set; a number of epochs does not tell.
+    What the arguments do not ask for, such as fp16, the file may.
     """
     steps = {
         "scheduler.params.total_num_steps": args.max_steps,
-        "scheduler.params.warmup_num_steps": args.get_warmup_steps(args.max_steps),
+        # Without a warm-up the least that DeepSpeed takes, as in transformers.
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(args.max_steps)),
     }
     return {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
@@ -31,10 +34,10 @@ def auto_values(args: Any) -> dict[str, Any]:
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
         "optimizer.params.eps": args.adam_epsilon,
         "optimizer.params.weight_decay": args.weight_decay,
-        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_min_lr": IfAuto(0),  # of no argument
         "scheduler.params.warmup_max_lr": args.learning_rate,
-        "fp16.enabled": args.fp16,
-        "bf16.enabled": args.bf16,
+        "fp16.enabled": args.fp16 or IfAuto(False),
+        "bf16.enabled": args.bf16 or IfAuto(False),
         **(steps if args.max_steps > 0 else {}),
     }
 

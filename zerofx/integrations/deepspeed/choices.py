@@ -11,7 +11,7 @@ import torch
 
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.schedules import SHAPES, Shape
-from zerofx.integrations.deepspeed.settings import Settings
+from zerofx.integrations.deepspeed.settings import Settings, is_number
 
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 _NOT_FOR_TORCH = ("adam_w_mode", "torch_adam", "set_grad_none", "fp32_optimizer_states")
@@ -45,9 +45,10 @@ def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
 
     Raises:
         UnsupportedError: a 1-bit optimizer, or one that only DeepSpeed has.
-        ConfigError: parameters that the optimizer does not have.
+        ConfigError: parameters that the optimizer does not have, or cannot use; or the section
+            names no optimizer.
     """
-    name = settings.get("optimizer.type")
+    name = _type_of("optimizer", settings)
     if name is None:
         return None
     given = settings.section("optimizer.params")
@@ -73,7 +74,37 @@ def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
     unknown = [key for key in params if key not in known]
     if unknown:
         raise ConfigError(f"torch's {cls.__name__} has no such parameters", "drop them", unknown)
+    _check_optimizer(params)
     return OptimizerChoice(cls, params, corrects_bias)
+
+
+def _type_of(section: str, settings: Settings) -> str | None:
+    """What a section names; without a name none of its keys would have an effect."""
+    name, given = settings.get(f"{section}.type"), settings.section(section)
+    if name is None and given:
+        raise ConfigError(
+            f"the section {section} has no type",
+            f'write "type" into it, or pass leave_out=["{section}"] and build your own',
+            [f"{section}.{key}" for key in given],
+        )
+    return name
+
+
+def _check_optimizer(params: dict[str, Any]) -> None:
+    """What torch's classes refuse when they are built, by the names of keys."""
+    if any(not 0 <= beta < 1 for beta in params.get("betas", ())):
+        raise ConfigError(
+            f"optimizer.params.betas is {params['betas']!r}", "write two numbers from 0 to below 1"
+        )
+    if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
+        raise ConfigError(
+            "optimizer.params.nesterov is True without a momentum, or with dampening",
+            'give "momentum" a positive number, and leave "dampening" out',
+        )
+    if params.get("foreach") and params.get("fused"):
+        raise ConfigError(
+            "optimizer.params.foreach and optimizer.params.fused are both True", "keep one of them"
+        )
 
 
 def _count_from_infinity(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -95,16 +126,21 @@ def shape_choice(settings: Settings) -> Shape | None:
     """The schedule of the file, if it names one.
 
     Raises:
-        ConfigError: no such schedule, or parameters that it does not have, lacks or cannot use.
+        ConfigError: no such schedule, or none is named, or parameters that it does not have, lacks
+            or cannot use.
     """
-    name = settings.get("scheduler.type")
+    name = _type_of("scheduler", settings)
     if name is None:
         return None
     shape = SHAPES.get(name)
     if shape is None:
         raise ConfigError(f"scheduler.type is {name!r}", f"use one of {', '.join(SHAPES)}")
     params = settings.section("scheduler.params")
-    params.pop("last_batch_iteration", None)  # of all of them: where a schedule goes on
+    last = params.pop("last_batch_iteration", -1)  # of all of them: where a schedule goes on
+    if type(last) is not int or last < -1:
+        raise ConfigError(
+            f"scheduler.params.last_batch_iteration is {last!r}", "write a step, or -1 for none yet"
+        )
     wanted = inspect.signature(shape).parameters
     unknown = [key for key in params if key not in wanted]
     absent = [
@@ -118,11 +154,17 @@ def shape_choice(settings: Settings) -> Shape | None:
             f"it has {', '.join(wanted)}",
             [*(f"{key}: not of {name}" for key in unknown), *(f"{key}: absent" for key in absent)],
         )
-    _check_params(params)
+    _check_params(shape, params)
     return shape(**params)
 
 
-def _check_params(params: dict[str, Any]) -> None:
+def _check_params(shape: type[Shape], params: dict[str, Any]) -> None:
+    for field in dataclasses.fields(shape):  # pyright: ignore[reportArgumentType]
+        key, kind = field.name, str(field.type).removesuffix(" | None")
+        if key in params and kind in _WANTED and not _fits(kind, params[key]):
+            raise ConfigError(
+                f"scheduler.params.{key} is {params[key]!r}", f"write {_WANTED[kind]}"
+            )
     positive = (
         "warmup_num_steps",
         "total_num_steps",
@@ -131,9 +173,25 @@ def _check_params(params: dict[str, Any]) -> None:
     )
     for key in positive:
         value = params.get(key, 1)
-        if not isinstance(value, int | float) or value <= 0:
+        if value <= 0:
             raise ConfigError(f"scheduler.params.{key} is {value!r}", "use a positive number")
     if params.get("warmup_type", "log") not in ("log", "linear"):
         raise ConfigError(
             f"scheduler.params.warmup_type is {params['warmup_type']!r}", 'use "log" or "linear"'
         )
+
+
+_WANTED = {
+    "PerGroup": "a number, or a list of one for each parameter group",
+    "float": "a number",
+    "int": "a number",
+    "bool": "true or false",
+}
+"""By how a shape annotates its parameters."""
+
+
+def _fits(kind: str, value: Any) -> bool:
+    if kind == "bool":
+        return isinstance(value, bool)
+    several = kind == "PerGroup" and isinstance(value, list | tuple)
+    return all(map(is_number, value)) if several else is_number(value)

@@ -36,6 +36,13 @@ class Key:
     stages: tuple[int, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class IfAuto:
+    """Of `auto`: a value for a key that is "auto"; another one in the file holds, too."""
+
+    value: Any
+
+
 def keys(
     kind: Kind, section: str, rows: Iterable[tuple[str, str]], type: Type = "any", **also: Any
 ) -> list[Key]:

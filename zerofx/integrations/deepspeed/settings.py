@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.data_keys import DATA_KEYS, METRICS, NAME
-from zerofx.integrations.deepspeed.key import Key, Type
+from zerofx.integrations.deepspeed.key import IfAuto, Key, Type
 from zerofx.integrations.deepspeed.model_keys import MODEL_KEYS
 from zerofx.integrations.deepspeed.read import flatten
 from zerofx.integrations.deepspeed.training_keys import TRAINING_KEYS
@@ -215,11 +216,14 @@ def _fill(used: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     against = [
         f"{path}: {used[path]!r} in the file, {value!r} in auto"
         for path, value in auto.items()
-        if path in used and used[path] not in ("auto", value)
+        if path in used and not isinstance(value, IfAuto) and not _agrees(used[path], value)
     ]
     if against:
         raise ConfigError("auto contradicts the file", "correct one of them", against)
-    filled = {path: auto.get(path, value) for path, value in used.items()}
+    filled = {
+        path: _meant(auto[path]) if path in auto and value == "auto" else value
+        for path, value in used.items()
+    }
     open_keys = [
         path
         for path, value in filled.items()
@@ -234,16 +238,27 @@ def _fill(used: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in filled.items() if value not in ("auto", None)}
 
 
+def _meant(value: Any) -> Any:
+    return value.value if isinstance(value, IfAuto) else value
+
+
+def _agrees(given: Any, wanted: Any) -> bool:
+    pair = [list(each) if isinstance(each, tuple) else each for each in (given, wanted)]
+    return given == "auto" or pair[0] == pair[1]
+
+
 def _typed(key: Key, value: Any) -> Any:
-    number = _is_number(value)
+    if key.path == "steps_per_print" and value == math.inf:
+        return 0  # Accelerate writes "never" so
+    number = is_number(value)
     good: dict[Type, Callable[[], bool]] = {
         "bool": lambda: isinstance(value, bool),
         "count": lambda: number and value >= 0 and value == int(value),
         "number": lambda: number and value >= 0,
         "text": lambda: isinstance(value, str),
         "texts": lambda: isinstance(value, list) and all(isinstance(v, str) for v in value),
-        "numbers": lambda: isinstance(value, list) and all(map(_is_number, value)),
-        "pair": lambda: isinstance(value, list | tuple) and len(value) == 2,
+        "numbers": lambda: isinstance(value, list) and all(map(is_number, value)),
+        "pair": lambda: _is_pair(value),
         "any": lambda: True,
     }
     if not good[key.type]():
@@ -260,5 +275,10 @@ def _typed(key: Key, value: Any) -> Any:
     return int(value) if key.type == "count" else value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -58,6 +58,13 @@ _OPTIMIZER = [
             ("weight_decay", "by default 0, also for AdamW, unless `torch_adam` is set"),
             ("momentum", "of SGD"),
             ("dampening", "of SGD"),
+        ],
+        "number",
+    ),
+    *keys(
+        "honoured",
+        "optimizer.params",
+        [
             ("nesterov", "of SGD"),
             ("amsgrad", "of Adam and AdamW"),
             ("maximize", "passed to torch"),
@@ -67,6 +74,7 @@ _OPTIMIZER = [
             ("adam_w_mode", "false: Adam adds weight decay to gradients"),
             ("torch_adam", "true: defaults are those of torch's class"),
         ],
+        "bool",
     ),
     *keys("always", "optimizer.params", [("set_grad_none", "gradients are freed by `zero_grad`")]),
     *keys("always", "optimizer.params", [("fp32_optimizer_states", "they are")], "bool"),
