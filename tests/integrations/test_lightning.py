@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.checkpoint.runs import full
 from tests.ranks import run_ranks
 from zerofx import ZeroConfig, checkpoint
-from zerofx.errors import UnsupportedError
+from zerofx.errors import ConfigError, UnsupportedError
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -159,3 +159,15 @@ def _averages(folder: str) -> str:
 def test_averages_of_lightnings_own_are_refused(tmp_path: Path) -> None:
     for said in run_ranks(2, _averages, str(tmp_path)):
         assert "StochasticWeightAveraging" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp_comm_hook", "static_graph", "gradient_as_bucket_view", "find_unused_parameters"]
+)
+def test_what_only_ddp_does_is_refused(name: str) -> None:
+    from zerofx.integrations import ZeroStrategy
+
+    given: dict[str, Any] = {name: True}
+    with pytest.raises(ConfigError, match=name):
+        ZeroStrategy(**given)
+    ZeroStrategy(process_group_backend="gloo")

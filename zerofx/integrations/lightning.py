@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 import zerofx
 from zerofx import checkpoint as sharded
 from zerofx.config import ZeroConfig
-from zerofx.errors import UnsupportedError
+from zerofx.errors import ConfigError, UnsupportedError
 
 
 class ZeroStrategy(DDPStrategy):
@@ -29,6 +30,7 @@ class ZeroStrategy(DDPStrategy):
         kwargs: those of `DDPStrategy` that are not DistributedDataParallel's.
 
     Raises:
+        ConfigError: an argument is one of DistributedDataParallel's; names it.
         UnsupportedError: a callback averages weights, or a checkpoint goes to a storage of one's
             own.
     """
@@ -40,6 +42,7 @@ class ZeroStrategy(DDPStrategy):
         compile_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        _refuse_rivals(kwargs)
         super().__init__(**kwargs)
         self._zero = zero or ZeroConfig()
         self._compile_kwargs = dict(compile_kwargs or {})
@@ -114,6 +117,20 @@ class ZeroStrategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _refuse_rivals(kwargs: Mapping[str, Any]) -> None:
+    """What `DDPStrategy` hands on to DistributedDataParallel, which is not there."""
+    hooks = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"}
+    own = inspect.signature(DDPStrategy).parameters.keys() - {"kwargs"} - hooks
+    names = [name for name, value in kwargs.items() if name not in own and value is not None]
+    if names:
+        raise ConfigError(
+            "arguments of DistributedDataParallel have no effect in ZeroStrategy",
+            "leave them out: unused parameters are no error, and ZeroConfig has its own options, "
+            "such as quantize_gradients, bucket_bytes and broadcast_buffers",
+            names,
+        )
 
 
 def _refuse_averages(callbacks: Iterable[Any]) -> None:
