@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -142,6 +143,9 @@ def refusals() -> None:
         accelerator.join_uneven_inputs([], even_batches=False),
     ):
         pass
+    uneven = accelerate.DataLoaderConfiguration(even_batches=False)
+    with pytest.raises(ConfigError, match="even_batches=False"):
+        Accelerator(config_of(3), cpu=True, dataloader_config=uneven)
     with pytest.raises(UnsupportedError, match="wrapped in DistributedDataParallel"):
         accelerator.prepare(DistributedDataParallel(Net()))
     model = zerofx.shard(Net(), config_of(2))
@@ -155,6 +159,35 @@ def refusals() -> None:
 
 def test_nothing_is_wrapped_twice() -> None:
     run_ranks(2, refusals, timeout=200)
+
+
+class Broken(torch.nn.Module):
+    """What comes before the first layer is a graph without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sin() * 2
+        torch._dynamo.graph_break()
+        return self.layer(x)
+
+
+def uses_no_inductor() -> None:
+    from zerofx.integrations import Accelerator
+
+    def never(*_: object) -> None:
+        raise AssertionError("Inductor compiles")
+
+    fresh_state()
+    model = Accelerator(config_of(3), cpu=True).prepare(Broken())
+    with patch("zerofx.frontend.inner.compile_with_inductor", never):
+        model(torch.randn(4, 7, requires_grad=True)).sum().backward()
+
+
+def test_options_hold_for_graphs_without_parameters() -> None:
+    run_ranks(2, uses_no_inductor)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

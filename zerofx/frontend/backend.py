@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import zerofx.runtime.markers  # noqa: F401 (registers the eager kernels)
 from zerofx.config import Stage, ZeroConfig, config_from_options, differences
-from zerofx.errors import ConfigError, UnsupportedError, ZeroFxError
+from zerofx.errors import ConfigError, ShardingError, UnsupportedError, ZeroFxError
 from zerofx.frontend import first_forward, step_guard
 from zerofx.frontend.annotate import GraphInputs, describe_inputs
 from zerofx.frontend.capture import Capture
@@ -19,6 +19,7 @@ from zerofx.frontend.first_forward import config_of, shard_root
 from zerofx.frontend.inner import SegmentCompiler, patches_of_mode
 from zerofx.frontend.planner import at_stage
 from zerofx.frontend.roots import (
+    find_compiled_module,
     find_missing_roots,
     find_root,
     refuse_running_wrappers,
@@ -127,7 +128,7 @@ def _shard_and_compile(
         stage = _stage_for(module, inputs, root, options)
         config = with_registered(config_from_options(stage, _options_at(stage, options)))
     else:
-        session = session_of(root) if root is not None else None
+        session = session_of(root) if root is not None else _running_session()
         config = _as_sharded(session, stage, options) or config_of(stage, options)
     compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     if root is not None:
@@ -145,6 +146,15 @@ def _shard_and_compile(
     if watcher is not None:
         compiled = _told(compiled, watcher)
     return _with_same_passes(compiled) if described.session is not None else compiled
+
+
+def _running_session() -> Session | None:
+    """Of the model that is compiled: what comes before its first layer reads no parameter."""
+    module = find_compiled_module()
+    try:
+        return None if module is None else session_of(module)
+    except ShardingError:  # its parts are models of their own
+        return None
 
 
 def _as_sharded(

@@ -48,7 +48,8 @@ class Accelerator(RecipeAccelerator):
 
     Raises:
         ConfigError: another library is to distribute or compile, too; names the option. Or
-            Accelerate counts one process where there are several, or the file contradicts it.
+            Accelerate counts one process where there are several, or ranks are to have different
+            numbers of batches, or the file contradicts it.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Accelerator(RecipeAccelerator):
         self._compile_kwargs = dict(compile_kwargs or {})
         self._refuse_rivals()
         self._refuse_counting_alone()
+        if self.num_processes > 1:
+            _refuse_uneven(self.even_batches)
         if recipe is not None:
             self._zero = dataclasses.replace(recipe.config, accumulate=1)  # Accelerate counts
 
@@ -122,11 +125,7 @@ class Accelerator(RecipeAccelerator):
         Raises:
             ConfigError: it is false, here or for this Accelerator.
         """
-        if not (self.even_batches if even_batches is None else even_batches):
-            raise ConfigError(
-                "even_batches=False: a rank whose batches are over first leaves the others waiting",
-                "leave it true; samples that ranks share then are there once in gather_for_metrics",
-            )
+        _refuse_uneven(self.even_batches if even_batches is None else even_batches)
         yield
 
     def clip_grad_norm_(
@@ -235,6 +234,14 @@ class Accelerator(RecipeAccelerator):
                 "would go over all of the data",
                 "on CPUs use TrainingArguments(use_cpu=True), or Accelerator(cpu=True)",
             )
+
+
+def _refuse_uneven(even_batches: bool) -> None:
+    if not even_batches:
+        raise ConfigError(
+            "even_batches=False: a rank whose batches are over first leaves the others waiting",
+            "leave it true; samples that ranks share then are there once in gather_for_metrics",
+        )
 
 
 def _optimizers_of(model: nn.Module, optimizers: list[Any]) -> list[Optimizer]:
