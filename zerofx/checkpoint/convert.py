@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from zerofx.checkpoint.export import cast_floats, split, write_index
+from zerofx.checkpoint.export import cast_floats, folder_of, put_weights, split, write_index
 from zerofx.checkpoint.source import Source, Stored
-from zerofx.checkpoint.writer import AtomicWriter, alone, begin, publish
+from zerofx.checkpoint.writer import AtomicWriter, alone, begin, refuse_others
 from zerofx.errors import CheckpointError
 
 Note = Callable[[str], None]
@@ -31,13 +31,14 @@ def to_dcp(source: Source, target: str | os.PathLike[str], note: Note) -> None:
         note: called with the name of each tensor.
 
     Raises:
-        CheckpointError: the source is in this format already.
+        CheckpointError: the source is in this format already, or the target would lose files.
     """
     if source.format == "dcp":
         raise CheckpointError(
             "the source is a checkpoint of torch.distributed.checkpoint already",
             "load it: any number of ranks and any stage can; or convert it --to safetensors",
         )
+    refuse_others(Path(target).resolve())
     planner = _Reading(source.tensors(), note)
     with alone():
         dcp.save(
@@ -61,14 +62,14 @@ def to_safetensors(
 
     Args:
         source: at most the tensors of one new file are held at a time.
-        target: the folder; appears when it is complete.
+        target: the folder; appears when it is complete. One that is there keeps its other files.
         note: called with the name of each tensor.
         prefix: of the names that are taken; it is taken off.
         dtype: floating-point tensors are cast to it. None: they stay as they are.
         max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
 
     Raises:
-        CheckpointError: there are no tensors of that prefix.
+        CheckpointError: there are no tensors of that prefix, or the target is a file.
     """
     weights = source.tensors(prefix)
     if not weights:
@@ -79,7 +80,7 @@ def to_safetensors(
         )
     likes = {name: stored.like for name, stored in weights.items()}
     files = split(likes, max_shard_bytes, dtype)
-    folder = Path(target).absolute()
+    folder = folder_of(target)
     partial = begin(folder)
     for file, names in files.items():
         content: dict[str, Tensor] = {}
@@ -88,7 +89,7 @@ def to_safetensors(
             content[name] = cast_floats(weights[name].read(), dtype).contiguous()
         save_file(content, partial / file, metadata={"format": "pt"})
     write_index(partial, files, likes, dtype)
-    publish(partial, folder)
+    put_weights(partial, folder)
 
 
 class _Reading(DefaultSavePlanner):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +18,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
-from zerofx.checkpoint.writer import begin, publish
+from zerofx.checkpoint.writer import begin, sync
+from zerofx.errors import CheckpointError
 from zerofx.torch_private import backend_of, unwrap_compiled
 
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def export_safetensors(
@@ -32,19 +35,22 @@ def export_safetensors(
 ) -> None:
     """Write full weights as `from_pretrained` reads them; every rank calls it, the first writes.
 
-    The folder appears when it is complete. Values are gathered tensor by tensor: it holds at
-    most the tensors of one file at a time, other ranks nothing but their shards.
+    A new folder appears when it is complete. One that is there keeps its other files: an earlier
+    export in it is replaced file by file, once all are written, and cannot be read meanwhile.
+    Values are gathered tensor by tensor: the first rank holds at most the tensors of one file at a
+    time, other ranks nothing but their shards.
 
     Args:
         model: plain or sharded; a `config` that can `save_pretrained` (transformers') goes along.
             Tied weights are written once, under their first name.
-        folder: is created, on the first rank's host; one of that name is replaced.
+        folder: on the first rank's host, which creates it.
         max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
         dtype: of floating-point values in the files; by default that of the model. A shard is cast
             before it is sent.
 
     Raises:
-        CheckpointError: other ranks have saved another model there, or the first cannot write.
+        CheckpointError: other ranks have saved another model there, it is a file, or the first rank
+            cannot write.
     """
     ranks, values = ranks_that_hold(model, "export_safetensors"), once(model)
 
@@ -74,7 +80,7 @@ def write_files(
     """
     ranks.claim(folder)
     files = split(values, most, dtype)
-    partial = ranks.agreed(lambda: begin(Path(folder).absolute()))
+    partial = ranks.agreed(lambda: begin(folder_of(folder)))
     for file, names in files.items():
         content = collect(names)
         path = partial / file
@@ -84,9 +90,45 @@ def write_files(
     def finish() -> None:
         write_index(partial, files, values, dtype)
         _write_config(partial, unwrap_compiled(model))
-        publish(partial, Path(folder).absolute())
+        put_weights(partial, folder_of(folder))
 
     ranks.agreed(finish)
+
+
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """Where weights of that path are written to.
+
+    Raises:
+        CheckpointError: it is a file.
+    """
+    folder = Path(path).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file", "export to a folder")
+    return folder
+
+
+def put_weights(partial: Path, folder: Path) -> None:
+    """Give a complete folder its name, or put its files among those that are there.
+
+    Args:
+        partial: the folder.
+        folder: its name. A kill leaves old weights or new ones there, or none that are complete,
+            but never a mixture that can be read.
+    """
+    if not folder.exists():
+        partial.rename(folder)
+        sync(folder.parent)
+        return
+    written = {file.name for file in partial.iterdir()}
+    if _INDEX in written:  # which old files and new ones share names
+        (folder / _INDEX).unlink(missing_ok=True)
+    for name in sorted(written, key=lambda name: name == _INDEX):
+        (partial / name).replace(folder / name)
+    old = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name)} - written
+    for name in sorted(old, key=lambda name: name != _INDEX):
+        (folder / name).unlink()
+    partial.rmdir()
+    sync(folder)
 
 
 def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -22,11 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.checkpoint.ranks import Ranks
-from zerofx.checkpoint.writer import begin, hidden, is_complete, put_in_place, remove_replaced
+from zerofx.checkpoint.writer import (
+    NODE_LOCAL,
+    begin,
+    hidden,
+    is_complete,
+    put_in_place,
+    remove_replaced,
+)
 from zerofx.errors import CheckpointError
-
-SAVE = ".node_local"
-"""What says that a folder is one node's, and of which save."""
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], ranks: Ranks) -> None:
@@ -41,7 +45,7 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], ranks: Ranks) -> N
         CheckpointException: DCP could not write.
         CheckpointError: a rank could not write what DCP does not.
     """
-    target = Path(path).absolute()
+    target = Path(path).resolve()
     save_id, folders = _look(target, ranks)
     writer = _NodeWriter(target, folders, ranks.position)
     metadata = dcp.save(
@@ -78,12 +82,14 @@ def find(path: str | os.PathLike[str], ranks: Ranks) -> Path:
 
 def save_of(folder: Path) -> str:
     """Of which save a complete folder of a node is; "" if it is none."""
-    return (folder / SAVE).read_text() if is_node_local(folder) and is_complete(folder) else ""
+    return (
+        (folder / NODE_LOCAL).read_text() if is_node_local(folder) and is_complete(folder) else ""
+    )
 
 
 def is_node_local(folder: Path) -> bool:
     """Whether a folder is, or was put together of, folders of nodes."""
-    return (folder / SAVE).is_file()
+    return (folder / NODE_LOCAL).is_file()
 
 
 def _in_common(path: Path, ranks: Ranks) -> list[str]:
@@ -94,7 +100,7 @@ def _in_common(path: Path, ranks: Ranks) -> list[str]:
 
 def _saves_at(path: Path) -> dict[str, Path]:
     """Complete folders of that name by their save, the replaced one last."""
-    found = {save_of(each): each for each in (path, hidden(path, "replaced"))}
+    found = {save_of(each): each for each in (path, hidden(path.resolve(), "replaced"))}
     return {save_id: each for save_id, each in found.items() if save_id}
 
 
@@ -169,7 +175,7 @@ class _NodeWriter(FileSystemWriter):
             for each, first in zip(results, self._folders, strict=True)
             if first == self._position
         ]
-        with (Path(self.path) / SAVE).open("w") as file:
+        with (Path(self.path) / NODE_LOCAL).open("w") as file:
             file.write(save_id)
             file.flush()
             os.fsync(file.fileno())

@@ -83,7 +83,7 @@ class Ranks:
             CheckpointError: on all ranks.
         """
         if self.group is not None:
-            self.agreed(lambda: self._claim(Path(path).absolute()))
+            self.agreed(lambda: self._claim(Path(path).resolve()))
 
     def new_group(self) -> dist.ProcessGroup | None:
         """Another group of these ranks, for a thread; `None` without ranks."""

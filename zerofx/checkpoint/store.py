@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zerofx.checkpoint import damage, nodes, snapshot
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import needed, read_into
-from zerofx.checkpoint.writer import AtomicWriter, alone, find
+from zerofx.checkpoint.writer import AtomicWriter, alone, find, refuse_others
 from zerofx.errors import CheckpointError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
@@ -46,7 +46,8 @@ def save(
     It appears under its name when it is complete. Nothing is gathered.
 
     Args:
-        path: its folder, on a file system that all ranks see; one of that name is replaced.
+        path: its folder, on a file system that all ranks see; a checkpoint of that name is replaced,
+            where a link points to if it is one.
         model: plain or sharded, compiled or not. If it is sharded on a mesh of some ranks, those
             alone call this, with a path that no other model is saved to.
         optimizer: whose state is saved with it; several in a list.
@@ -55,11 +56,11 @@ def save(
             and all that is no rows; `load` and `latest` must be told so, too.
 
     Raises:
-        CheckpointError: a rank could not write, or other ranks have saved there; the checkpoint
-            that was there is untouched.
+        CheckpointError: what has that name is no checkpoint or holds more than one, a rank could
+            not write, or other ranks have saved there; what was there is untouched.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.save"), _listed(optimizer)
-    ranks.claim(path)
+    _claim(path, ranks, node_local)
     with _explained(path, ranks):
         state = _state(model, optimizers, extra, ranks, everywhere=node_local)
         _write(path, state, ranks, node_local)
@@ -116,10 +117,11 @@ def async_save(
         The save under way, whose `wait()` every rank calls.
 
     Raises:
-        CheckpointError: on all ranks, if the first one cannot copy the extra.
+        CheckpointError: what has that name is no checkpoint or holds more than one; or the first
+            rank cannot copy the extra.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.async_save"), _listed(optimizer)
-    ranks.claim(path)
+    _claim(path, ranks, node_local)
     copied: list[Any] = []
     with _explained(path, ranks):
         ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
@@ -130,7 +132,7 @@ def async_save(
     group = ranks.new_group()
     thread = concurrent.futures.ThreadPoolExecutor(1)
     there = dataclasses.replace(ranks, group=group)
-    future = thread.submit(_write, Path(path).absolute(), state, there, node_local)
+    future = thread.submit(_write, Path(path).resolve(), state, there, node_local)
     thread.shutdown(wait=False)
     return Saving(path, future, ranks, group)
 
@@ -196,6 +198,13 @@ def _listed(optimizer: Any) -> list[Optimizer]:
                 "checkpoint.save(path, model, optimizer, extra)",
             )
     return found
+
+
+def _claim(path: str | os.PathLike[str], ranks: Ranks, node_local: bool) -> None:
+    """Refuse, on all ranks, to save where others do, or where something else would be lost."""
+    ranks.claim(path)
+    look = ranks.everyones if node_local else ranks.agreed
+    look(lambda: refuse_others(Path(path).resolve()))
 
 
 def _copied(value: Any) -> Any:

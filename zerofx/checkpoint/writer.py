@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import shutil
 import warnings
@@ -14,8 +15,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from zerofx.errors import CheckpointError
+
 METADATA = ".metadata"
 """What DCP writes last."""
+
+NODE_LOCAL = ".node_local"
+"""What says that a folder is one node's, and of which save."""
+
+_OURS = (METADATA, f"{METADATA}.tmp", NODE_LOCAL, "__*_*.distcp")
 
 
 class AtomicWriter(FileSystemWriter):
@@ -26,15 +34,17 @@ class AtomicWriter(FileSystemWriter):
     `storage_writer`; all ranks need to see one file system.
 
     Args:
-        path: folder of the checkpoint; an older one of that name is replaced.
+        path: folder of the checkpoint; an older one of that name is replaced, anything else that
+            has it is an error when the save begins.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._target = Path(path).absolute()
+        self._target = Path(path).resolve()
         super().__init__(hidden(self._target, "partial"))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Only the coordinator comes here, after all ranks have planned and before any writes.
+        refuse_others(self._target)
         begin(self._target)
         return super().prepare_global_plan(plans)
 
@@ -53,6 +63,32 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)
         yield
+
+
+def refuse_others(target: Path) -> None:
+    """Refuse to replace what is no checkpoint, or has more in it than one.
+
+    Args:
+        target: what a checkpoint is to be named; not a link to it.
+
+    Raises:
+        CheckpointError: names what is there.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file", "save to a folder's name that is free")
+    others = sorted(
+        f"{each.name}/" if each.is_dir() else each.name
+        for each in target.iterdir()
+        if each.is_dir() or not any(fnmatch.fnmatch(each.name, ours) for ours in _OURS)
+    )
+    if others:
+        raise CheckpointError(
+            f"{target} holds more than a checkpoint, which a save there would remove",
+            "save to a folder of its own, such as runs/step-000100, or move what it holds",
+            others,
+        )
 
 
 def begin(target: Path) -> Path:
@@ -76,7 +112,11 @@ def put_in_place(partial: Path, target: Path, *, keep_replaced: bool = False) ->
         partial: the folder.
         target: its name.
         keep_replaced: whether what waits there already is to stay, and the other one to go.
+
+    Raises:
+        CheckpointError: what has the name is more than a checkpoint: it came during an async save.
     """
+    refuse_others(target)
     old = hidden(target, "replaced")
     if target.exists() and keep_replaced:
         shutil.rmtree(target)
@@ -84,7 +124,7 @@ def put_in_place(partial: Path, target: Path, *, keep_replaced: bool = False) ->
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def remove_replaced(target: Path) -> None:
@@ -100,7 +140,7 @@ def hidden(path: Path, why: str) -> Path:
 def find(path: str | os.PathLike[str]) -> Path:
     """The checkpoint of that name, even if its replacement was killed between two renames."""
     named = Path(path)
-    old = hidden(named, "replaced")
+    old = hidden(named.resolve(), "replaced")
     return old if not named.exists() and is_complete(old) else named
 
 
@@ -133,7 +173,7 @@ def age(checkpoint: Path) -> tuple[int, str]:
     return (checkpoint / METADATA).stat().st_mtime_ns, checkpoint.name
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Make a rename survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
