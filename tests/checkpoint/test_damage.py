@@ -135,6 +135,8 @@ def _mismatched(folder: Path) -> None:
         checkpoint.load(folder / "model", run.model, run.optimizer)
     with refused("does not exist", kind=CheckpointError):
         checkpoint.load(folder / "nothing", run.model)
+    with refused(".metadata is a file", "torch.load", kind=CheckpointError):
+        checkpoint.load(folder / "a" / ".metadata", run.model)
     run.model.layers[0].weight.requires_grad_(False)
     with refused("state.layers.0.weight.exp_avg is only", "freeze", kind=CheckpointError):
         checkpoint.load(folder / "a", run.model, run.optimizer)

@@ -1,20 +1,27 @@
-"""Several optimizers that share a model are saved and loaded together."""
+"""Several optimizers of a model, one of several models, and no trace of a step in either."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import zerofx
-from tests.checkpoint.runs import Run, bitwise
+from tests.checkpoint.runs import Run, bitwise, sharded_by
+from tests.contract.loops import refused
 from tests.models import make
 from tests.ranks import run_ranks
 from zerofx import checkpoint
-from zerofx.errors import CheckpointError
+from zerofx.errors import CheckpointError, UnsupportedError
 
 
 def _run(stage: int, seed: int = 0) -> Run:
@@ -46,6 +53,84 @@ def _resumed(folder: Path) -> None:
 
 def test_they_go_on_together(tmp_path: Path) -> None:
     run_ranks(2, _resumed, tmp_path)
+
+
+class _Counting(Optimizer):
+    """Counts its steps in the group, in three ways."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "times": torch.zeros(()), "seen": []})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["times"] += 1
+            group["seen"].append(1)
+            group["first"] = False
+            for param in group["params"]:
+                self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+
+
+def _unnoticed(folder: Path, kind: Any) -> None:
+    model = zerofx.shard(make("mlp"), sharded_by(3))
+    optimizer = kind(model.parameters(), lr=0.1)
+    calls: list[Any] = []
+    handles: list[Any] = [
+        optimizer.register_step_pre_hook(lambda *_: calls.append("own before")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("own after")),
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    wanted = copy.deepcopy(_settings(optimizer))
+    for _ in range(2):
+        checkpoint.save(folder / "new", model, optimizer)
+        checkpoint.load(folder / "new", model, optimizer)
+        assert not optimizer.state and _settings(optimizer) == wanted
+    checkpoint.save(folder / "model", model)
+    with refused("without an optimizer", kind=CheckpointError):
+        checkpoint.load(folder / "model", model, optimizer)
+    assert not optimizer.state and _settings(optimizer) == wanted and not calls
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert calls == ["before", "own before", "own after", "after"], "hooks are back"
+    checkpoint.save(folder / "stepped", model, optimizer)
+    wanted = copy.deepcopy(_settings(optimizer))
+    again = kind(model.parameters(), lr=0.2)
+    checkpoint.load(folder / "stepped", model, again)
+    assert _settings(again) == wanted and again.state.keys() == optimizer.state.keys()
+    for handle in handles:
+        handle.remove()
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("kind", [_Counting, SGD, AdamW])
+def test_no_step_is_noticed(tmp_path: Path, kind: Any) -> None:
+    run_ranks(2, _unnoticed, tmp_path, kind)
+
+
+def _two_models(folder: Path) -> None:
+    first, second = (zerofx.shard(make("mlp"), sharded_by(3)) for _ in range(2))
+    optimizer = AdamW([*first.parameters(), *second.parameters()])
+    for use in (checkpoint.save, checkpoint.async_save):
+        with refused("AdamW", "6 tensors", "shape [13, 7]", "ModuleList", kind=UnsupportedError):
+            use(folder / "a", first, optimizer)
+    both = nn.ModuleList([first, second])
+    checkpoint.save(folder / "a", both, optimizer)
+    with refused("6 tensors that are no parameters of this Mlp", kind=UnsupportedError):
+        checkpoint.load(folder / "a", second, optimizer)
+    checkpoint.load(folder / "a", both, optimizer)
+
+
+def test_an_optimizer_of_two_models(tmp_path: Path) -> None:
+    run_ranks(2, _two_models, tmp_path)
 
 
 def test_what_is_no_optimizer_or_model_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -88,6 +88,22 @@ def _odd(folder: Path) -> None:
 
 def test_every_sort_of_parameter_and_buffer(tmp_path: Path) -> None:
     run_ranks(2, _odd, tmp_path / "out")
+
+
+class _Sharing(nn.Module):
+    """Buffers that share memory, as those of rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(12.0).view(2, 6)
+        self.weight = nn.Parameter(whole[0])
+        for name, value in {"cos": whole[0], "sin": whole[1], "whole": whole}.items():
+            self.register_buffer(name, value)
+
+
+def test_values_that_share_memory(tmp_path: Path) -> None:
+    export_safetensors(_Sharing(), tmp_path)
+    bitwise(load_file(tmp_path / "model.safetensors"), dict(_Sharing().state_dict()))
 
 
 class _Counter:

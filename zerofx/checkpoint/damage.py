@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
 
+from zerofx.checkpoint.groups import match
 from zerofx.checkpoint.nodes import is_node_local
-from zerofx.checkpoint.reader import checked
+from zerofx.checkpoint.reader import checked, read_into
 from zerofx.checkpoint.snapshot import State, leaves
-from zerofx.checkpoint.writer import METADATA, is_complete
+from zerofx.checkpoint.writer import METADATA, alone, is_complete
 from zerofx.errors import CheckpointError
 
 _OTHER = "load an older checkpoint: zerofx.checkpoint.latest(folder) finds complete ones"
@@ -31,6 +33,11 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
         CheckpointError: there is no checkpoint, or what says what is in it is damaged.
     """
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file, and a checkpoint of zerofx is a folder",
+            "load it by what wrote it: torch.load, Lightning's Trainer(…).fit(ckpt_path=…)",
+        )
     if not is_complete(path):
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {what}: there is no file {METADATA}", _OTHER)
@@ -92,6 +99,31 @@ def refuse_mismatch(path: Path, metadata: Metadata, wanted: State) -> None:
         )
 
 
+def refuse_moved(
+    path: Path, metadata: Metadata, wanted: State, optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse a checkpoint whose optimizers had the same parameters in other groups.
+
+    Raises:
+        CheckpointError: names parameters and numbers of groups; or these cannot be read.
+    """
+    mine = wanted["optimizer"]["param_groups"]
+    there: State = {"optimizer": {"param_groups": [{"params": None} for _ in mine]}}
+    try:
+        with alone():
+            read_into(there, path, alone=True)
+    except CheckpointException as error:
+        raise unreadable(path, metadata, there, error) from error
+    _, moved = match(there["optimizer"]["param_groups"], mine, optimizers)
+    if moved:
+        raise CheckpointError(
+            f"{path} has parameters of the optimizer in other groups",
+            "build it with the groups that were saved, in any order, and move parameters after "
+            "loading; or load the model alone",
+            moved,
+        )
+
+
 def _refuse_other_keys(path: Path, saved: Collection[str], mine: Collection[str]) -> None:
     """Refuse a checkpoint without a model, or without the optimizer."""
     there = {name.partition(".")[0] for name in saved}
@@ -107,7 +139,9 @@ def _refuse_other_keys(path: Path, saved: Collection[str], mine: Collection[str]
         )
 
 
-def unreadable(path: Path, metadata: Metadata, wanted: State) -> CheckpointError:
+def unreadable(
+    path: Path, metadata: Metadata, wanted: State, error: CheckpointException
+) -> CheckpointError:
     """The error for a checkpoint that could not be read: looks for what is damaged."""
     mine = dict(leaves(wanted))
     damaged = [
@@ -115,6 +149,12 @@ def unreadable(path: Path, metadata: Metadata, wanted: State) -> CheckpointError
         for name, file, offset, length in _entries(metadata)
         if name in mine and (problem := _try(path / file, offset, length))
     ]
+    if not damaged:
+        reasons = {str(reason).partition("\n")[0] for reason, _ in error.failures.values()}
+        return CheckpointError(
+            f"{path} could not be read, though its files are sound: {'; '.join(sorted(reasons))}",
+            "build what is loaded into as it was when it was saved, or load the model alone",
+        )
     return CheckpointError(f"{path} could not be read", _OTHER, damaged)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.writer import begin, sync
 from zerofx.errors import CheckpointError
-from zerofx.torch_private import backend_of, unwrap_compiled
+from zerofx.torch_private import backend_of, storage_key, unwrap_compiled
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -151,13 +151,17 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
 def _collect(values: dict[str, Tensor], ranks: Ranks, *, copy: bool = False) -> dict[str, Tensor]:
     """Full values on the first rank's host, one after the other; other ranks get none.
 
-    Without `copy` what was full there already is not copied.
+    Without `copy` what was full there already is not copied, if it shares no memory with others:
+    files of safetensors hold no such values.
     """
     found: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name, value in values.items():
         full = _on_first_rank(value, ranks)
         if full is not None and ranks.is_first:
-            found[name] = full.to("cpu", copy=copy)
+            full = full.to("cpu", copy=copy or storage_key(full) in seen)
+            seen.add(storage_key(full))
+            found[name] = full
         del full
     return found
 

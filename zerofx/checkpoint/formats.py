@@ -72,7 +72,7 @@ def _read_dcp(folder: Path, metadata: Metadata, name: str, like: Tensor) -> Tens
         with alone():
             read_into(state, folder, alone=True)
     except dcp.CheckpointException as error:
-        raise damage.unreadable(folder, metadata, state) from error
+        raise damage.unreadable(folder, metadata, state, error) from error
     return state[name]
 
 

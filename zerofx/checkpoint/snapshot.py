@@ -8,10 +8,12 @@ never had.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
@@ -24,8 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from zerofx.checkpoint.groups import asked, match
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.params import asks_for_losses, params_of
+from zerofx.torch_private import without_step_hooks
 
 State = dict[str, Any]
 
@@ -35,11 +39,11 @@ def take(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
     out: State = {"model": get_model_state_dict(model)}
     parts: list[State] = []
     for each in optimizers:
-        stepped = bool(each.state)
-        parts.append(_of(model, each))
-        if not stepped:
+        if each.state:
+            parts.append(_of(model, each))
+        else:
+            parts.append({**_of_unstepped(model, each), "state": {}})
             each.state.clear()
-            parts[-1]["state"] = {}
     return {**out, "optimizer": _joined(parts)} if parts else out
 
 
@@ -50,26 +54,35 @@ def to_fill(
     """Memory for what a checkpoint holds; after the block, model and optimizers have it.
 
     The model's tensors are its own. An optimizer's are new, one set for each parameter that has
-    state in the checkpoint; if the block raises, the optimizers keep their old ones.
+    state in the checkpoint; if the block raises, the optimizers keep their old ones. So they do
+    with settings that the checkpoint's groups lack.
     """
     out: State = {"model": get_model_state_dict(model)}
     if optimizers:
         with contextlib.ExitStack() as aside:
             for each in optimizers:
                 aside.enter_context(_set_aside(each))
-            wanted = _joined([_of(model, each) for each in optimizers])
+            wanted = _joined([_of_unstepped(model, each) for each in optimizers])
             saved = metadata.state_dict_metadata
             out["optimizer"] = wanted
-            _add_settings(wanted["param_groups"], saved)
+            mine = wanted["param_groups"]
+            wanted["param_groups"] = [asked(each, at, saved) for at, each in enumerate(mine)]
             wanted["state"] = {
                 name: entries
                 for name, entries in wanted["state"].items()
                 if any(key.startswith(f"optimizer.state.{name}.") for key in saved)
             }
             yield out
+        # torch takes groups in the order that they were saved in, where there is no state.
+        groups = wanted["param_groups"]
+        found, _ = match(groups, mine, optimizers)
+        wanted["param_groups"] = [
+            {**own, **groups[found[here]], "params": own["params"]} for here, own in enumerate(mine)
+        ]
         options = StateDictOptions(strict=False)  # parameters without gradients have no state
         for each, part in zip(optimizers, _parted(optimizers, out["optimizer"]), strict=True):
-            set_optimizer_state_dict(model, each, part, options=options)
+            with without_step_hooks(each, _knows_of_idle_steps):
+                set_optimizer_state_dict(model, each, part, options=options)
     else:
         yield out
     set_model_state_dict(model, out["model"])
@@ -100,6 +113,7 @@ def _of(model: nn.Module, optimizer: Optimizer) -> State:
             "save the model alone, and optimizer.state_dict() beside it with torch.save: its "
             "vectors are whole on every rank",
         )
+    _refuse_strangers(model, optimizer)
     try:
         return {**get_optimizer_state_dict(model, optimizer)}
     except KeyError as error:
@@ -114,13 +128,62 @@ def _of(model: nn.Module, optimizer: Optimizer) -> State:
         ) from error
 
 
-def _add_settings(groups: list[dict[str, Any]], saved: Iterable[str]) -> None:
-    """Ask for settings that only the checkpoint's groups have: schedules write `initial_lr`."""
-    for number, group in enumerate(groups):
-        prefix = f"optimizer.param_groups.{number}."
-        for name in saved:
-            if name.startswith(prefix):
-                group.setdefault(name.removeprefix(prefix), None)
+def _refuse_strangers(model: nn.Module, optimizer: Optimizer) -> None:
+    known = {id(param) for param in model.parameters()}
+    strangers = [param for param in params_of(optimizer) if id(param) not in known]
+    if strangers:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} steps over {len(strangers)} tensors that are no "
+            f"parameters of this {type(model).__name__}, so that they have no names",
+            "pass all modules that it trains as one model, here and when it is loaded: "
+            'torch.nn.ModuleList([first, second]) or torch.nn.ModuleDict({"first": first, …})',
+            [f"shape {list(each.shape)}" for each in strangers],
+        )
+
+
+def _of_unstepped(model: nn.Module, optimizer: Optimizer) -> State:
+    """With state that torch makes by a step, of which nothing else is left."""
+    with _unnoticed(optimizer):
+        found = _of(model, optimizer)
+    pairs = zip(optimizer.param_groups, found["param_groups"], strict=True)
+    # The step may have counted in what torch found in the groups.
+    groups = [{**settings, "params": group["params"]} for settings, group in pairs]
+    return {**found, "param_groups": groups}
+
+
+@contextlib.contextmanager
+def _unnoticed(optimizer: Optimizer) -> Iterator[None]:
+    """A step inside the block calls no hooks; settings and gradients are back afterwards."""
+    params = params_of(optimizer)
+    grads = [param.grad for param in params]
+    groups = [
+        {key: (value, _copied(value)) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    try:
+        with without_step_hooks(optimizer, _knows_of_idle_steps):
+            yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            for key, (value, before) in settings.items():
+                group[key] = value if isinstance(value, Tensor) else before
+                if isinstance(value, Tensor) and not torch.equal(value, before):
+                    value.copy_(before)
+
+
+def _copied(setting: Any) -> Any:
+    if isinstance(setting, Tensor):
+        return setting.detach().clone()
+    return copy.copy(setting) if isinstance(setting, (dict, list, set)) else setting
+
+
+def _knows_of_idle_steps(hook: Any) -> bool:
+    """Whether a hook of all optimizers is zerofx's own, which keeps track of what is written."""
+    return str(getattr(hook, "__module__", "")).startswith("zerofx.frontend.")
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ def save(
     It appears under its name when it is complete. Nothing is gathered.
 
     Args:
-        path: its folder, on a file system that all ranks see; a checkpoint of that name is replaced,
-            where a link points to if it is one.
+        path: its folder, on a file system that all ranks see; a checkpoint of that name, or that
+            a link of that name points to, is replaced.
         model: plain or sharded, compiled or not. If it is sharded on a mesh of some ranks, those
             alone call this, with a path that no other model is saved to.
         optimizer: whose state is saved with it; several in a list.
@@ -154,7 +154,8 @@ def load(
         path: folder of the checkpoint.
         model: takes the values; the names, shapes and buffers must be those that were saved.
         optimizer: takes the state and the options that were saved, learning rate included; several
-            in a list, in the order in which they were saved.
+            in a list, in the order in which they were saved. Groups of parameters must be those
+            that were saved, in any order; settings that the checkpoint lacks stay as they are.
         node_local: it was saved so. Ranks must lie on nodes as they did then, so that each finds
             the rows that it owns on its own node.
 
@@ -176,11 +177,14 @@ def load(
         if node_local:
             metadata = needed(state, metadata)
             ranks.everyones(lambda: damage.refuse_truncated(folder, metadata))
+        if optimizers:
+            ranks.agreed(lambda: damage.refuse_moved(folder, metadata, state, optimizers))
         try:
             with alone():
                 read_into(state, folder, alone=ranks.alone, group=ranks.group)
-        except CheckpointException as error:
-            found = ranks.everyones(lambda: damage.unreadable(folder, metadata, state))
+        except CheckpointException as failure:
+            error = failure  # which outlives the handler
+            found = ranks.everyones(lambda: damage.unreadable(folder, metadata, state, error))
             raise max(found, key=lambda each: len(each.offenders)) from error
     extra = state.get("extra")
     return extra[0] if extra is not None else None

@@ -2,8 +2,7 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
-given, handlers, joint, nccl, profiling, reductions, sequences, tensors, turns,
-views.
+given, handlers, joint, nccl, profiling, reductions, sequences, steps, tensors, turns, views.
 """
 
 from zerofx.torch_private.answers import answer_operations, answer_other_libraries
@@ -99,6 +98,7 @@ from zerofx.torch_private.sequences import (
     own_positions,
     total,
 )
+from zerofx.torch_private.steps import without_step_hooks
 from zerofx.torch_private.tensors import (
     PLAIN_RESULTS,
     DispatchMode,
@@ -246,4 +246,5 @@ __all__ = [
     "with_local",
     "with_values",
     "without_parts",
+    "without_step_hooks",
 ]
