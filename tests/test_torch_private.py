@@ -32,6 +32,8 @@ OWNERS = {
     "_foreach_sign_": "torch.ops.aten",
     "_get_backend": "torch.distributed.ProcessGroup",
     "_get_op_type": "torch.distributed.Work",
+    "_optimizer_step_post_hooks": None,  # every torch.optim.Optimizer has it once it is made
+    "_optimizer_step_pre_hooks": None,
     "_raw_saved_tensors": "torch.autograd.function.BackwardCFunction",
     "_schema": "torch.ops.aten.add.Tensor",
     "_local_tensor": "torch.distributed.tensor.DTensor",

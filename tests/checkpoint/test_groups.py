@@ -24,7 +24,7 @@ W0, B0, W1, B1 = (f"layers.{number}.{kind}" for number in (0, 2) for kind in ("w
 MATRICES, VECTORS = [W0, W1], [B0, B1]
 
 
-def _grouped(model: nn.Module, *names: Sequence[str]) -> Optimizer:
+def _grouped(model: nn.Module, *names: Sequence[str]) -> AdamW:
     """A learning rate of its own for each group."""
     params = dict(model.named_parameters())
     groups: list[Any] = [

@@ -76,6 +76,42 @@ def test_two_optimizers_of_a_model_resume(tmp_path: Path) -> None:
     run_ranks(2, two_optimizers, str(tmp_path / "state"), timeout=200)
 
 
+def two_models(folder: str) -> list[str]:
+    """Of one optimizer, and a third one with its own."""
+    from zerofx.integrations import Accelerator
+
+    fresh_state()
+    accelerator, nets = Accelerator(config_of(3), cpu=True), [Net() for _ in range(3)]
+    pair = [*nets[0].parameters(), *nets[2].parameters()], nets[1].parameters()
+    *models, first, second = accelerator.prepare(
+        *nets, *(torch.optim.AdamW(each, lr=0.01) for each in pair)
+    )
+
+    def step() -> list[dict[str, torch.Tensor]]:
+        losses = [model(torch.ones(4, 7)).square().mean() for model in models]
+        accelerator.backward(torch.stack(losses).sum())
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [model.state_dict() for model in models]
+        return [{name: full(each).clone() for name, each in state.items()} for state in states]
+
+    before = step()
+    accelerator.save_state(folder)
+    after = step()
+    accelerator.load_state(folder)
+    for model, values in zip(models, before, strict=True):
+        bitwise(model.state_dict(), values)
+    for got, want in zip(step(), after, strict=True):
+        bitwise(got, want)
+    return sorted(path.name for path in Path(folder).glob("zerofx_*"))
+
+
+def test_models_of_one_optimizer_resume(tmp_path: Path) -> None:
+    found = run_ranks(2, two_models, str(tmp_path / "state"), timeout=200)
+    assert found == [["zerofx_0", "zerofx_1"]] * 2
+
+
 def in_low_precision() -> torch.dtype:
     """Accelerate's own autocast is inside the compiled forward; outputs are fp32 again."""
     loop = Loop(3, mixed_precision="bf16")

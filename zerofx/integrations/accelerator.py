@@ -145,8 +145,8 @@ class Accelerator(RecipeAccelerator):
 
         Accelerate writes schedulers, samplers, random states and registered objects. Models and
         optimizers follow in folders `zerofx_0`, … of `torch.distributed.checkpoint`, or in one for
-        each part of a model below. Hooks of
-        `register_save_state_pre_hook` get no models.
+        each part of a model below; models of one optimizer share a folder, as an `nn.ModuleList`.
+        Hooks of `register_save_state_pre_hook` get no models.
 
         Args:
             output_dir: the folder; by default as the project's configuration numbers them.
@@ -197,9 +197,13 @@ class Accelerator(RecipeAccelerator):
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
-        """Each model with its optimizers, which Accelerate does not see meanwhile."""
+        """Each model with its optimizers, which Accelerate does not see meanwhile.
+
+        Models that an optimizer trains together are one.
+        """
         models, optimizers = self._models, self._optimizers
-        pairs = [(model, _optimizers_of(model, optimizers)) for model in models]
+        joined = _joined_by_optimizers(models, optimizers)
+        pairs = [(model, _optimizers_of(model, optimizers)) for model in joined]
         self._models, self._optimizers = [], []
         try:
             yield pairs
@@ -242,6 +246,22 @@ def _refuse_uneven(even_batches: bool) -> None:
             "even_batches=False: a rank whose batches are over first leaves the others waiting",
             "leave it true; samples that ranks share then are there once in gather_for_metrics",
         )
+
+
+def _joined_by_optimizers(models: list[nn.Module], optimizers: list[Any]) -> list[nn.Module]:
+    """The models, those with an optimizer in common in a list that is a module, at the first's."""
+    parts = [[model] for model in models]
+    for each in optimizers:
+        held = {id(param) for param in params_of(each)}
+        trained = [
+            part
+            for part in parts
+            if any(id(param) in held for model in part for param in model.parameters())
+        ]
+        for other in trained[1:]:
+            trained[0] += other
+            parts.remove(other)
+    return [part[0] if len(part) == 1 else nn.ModuleList(part) for part in parts]
 
 
 def _optimizers_of(model: nn.Module, optimizers: list[Any]) -> list[Optimizer]:
