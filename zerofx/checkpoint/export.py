@@ -122,7 +122,7 @@ def put_weights(partial: Path, folder: Path) -> None:
     written = {file.name for file in partial.iterdir()}
     if _INDEX in written:  # which old files and new ones share names
         (folder / _INDEX).unlink(missing_ok=True)
-    for name in sorted(written, key=lambda name: name == _INDEX):
+    for name in sorted(written, key=lambda name: (name == _INDEX, name)):
         (partial / name).replace(folder / name)
     old = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name)} - written
     for name in sorted(old, key=lambda name: name != _INDEX):

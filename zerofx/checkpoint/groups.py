@@ -38,9 +38,11 @@ def match(
         for groups in (mine, saved)
     ]
     found: dict[int, int] = {}
+    taken: set[int] = set()
     for here, there in [*(pair for pair, _ in shared.most_common()), *zip(*empty, strict=False)]:
-        if here not in found and there not in found.values() and owners[here] == owners[there]:
+        if here not in found and there not in taken and owners[here] == owners[there]:
             found[here] = there
+            taken.add(there)
     moved = [
         f"{name}: group {home.get(name, 'none')} in the checkpoint, {here} here"
         for name, here in places

@@ -165,14 +165,15 @@ def _unnoticed(optimizer: Optimizer) -> Iterator[None]:
             yield
     finally:
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+            if param.grad is not grad:
+                param.grad = grad
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             for key in group.keys() - settings.keys() - {"params"}:
                 del group[key]
             for key, (value, before) in settings.items():
                 group[key] = value if isinstance(value, Tensor) else before
                 if isinstance(value, Tensor) and not torch.equal(value, before):
-                    value.copy_(before)
+                    value.detach().copy_(before)
 
 
 def _copied(setting: Any) -> Any:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -182,9 +183,9 @@ def load(
         try:
             with alone():
                 read_into(state, folder, alone=ranks.alone, group=ranks.group)
-        except CheckpointException as failure:
-            error = failure  # which outlives the handler
-            found = ranks.everyones(lambda: damage.unreadable(folder, metadata, state, error))
+        except CheckpointException as error:
+            look = functools.partial(damage.unreadable, folder, metadata, state, error)
+            found = ranks.everyones(look)
             raise max(found, key=lambda each: len(each.offenders)) from error
     extra = state.get("extra")
     return extra[0] if extra is not None else None
