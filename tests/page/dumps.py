@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
 from zerofx.cost.machine import Machine
 from zerofx.frontend.dump import Dump, dump_for
-from zerofx.frontend.joint import copy_module
 from zerofx.frontend.predict import Setting
-from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_model
+from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
 
@@ -43,11 +41,7 @@ def dump_gpt(
     passes = pipeline(config, 1)
     dump = dump_for(str(folder), number, passes, Setting(machine, ranks, fused=False))
     assert dump is not None
-    params = {spec.name: spec for spec in lay_out(rehearsal.params, config, ranks)}
-    for half in (rehearsal.forward, rehearsal.backward):
-        used = {name: params[name] for name in half.params}
-        module = copy_module(half.module)
-        program = dataclasses.replace(half, module=module, params=used, stage=stage)
+    for program in rehearsal.halves(config, ranks):
         dump.begin(program)
         run_passes(program, passes, observer=dump)
         dump.end(program)

@@ -91,7 +91,7 @@ class Rehearsal:
         passes = decided(pipeline(config, _WHOLE), weighing)
         setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
-        made = self._halves(config, num_ranks)
+        made = self.halves(config, num_ranks)
         for program in made:
             if dump is not None:
                 dump.begin(program)
@@ -104,10 +104,10 @@ class Rehearsal:
         """Whether codes pay, if `config` leaves that open."""
         if config.quantize != "auto":
             return {}
-        halves = self._halves(config, num_ranks)
+        halves = self.halves(config, num_ranks)
         return weigh(pipeline(config, _WHOLE), halves, machine, fused=self.inner == "inductor")
 
-    def _halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
+    def halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
         """Forward and backward before their passes."""
         params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
         made: list[Program] = []
