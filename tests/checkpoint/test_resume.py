@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -114,6 +115,24 @@ def _asynchronous(folder: Path, stage: int) -> None:
     assert checkpoint.load(folder / "a", again.model, again.optimizer) == "notes"
     bitwise(again.state(), at_save)
     assert again.train(range(2, 5)) == losses
+
+
+def _again_and_again(folder: Path) -> int:
+    """How many groups saves in threads make."""
+    run = Run(3)
+    run.train(range(1))
+    with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        for number in range(3):
+            checkpoint.async_save(folder / str(number), run.step, run.optimizer).wait()
+        first, second = (
+            checkpoint.async_save(folder / name, run.step, run.optimizer) for name in "ab"
+        )
+        first.wait(), second.wait()
+    return made.call_count
+
+
+def test_saves_one_after_another_share_a_group(tmp_path: Path) -> None:
+    assert max(run_ranks(2, _again_and_again, tmp_path, timeout=120)) <= 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.errors import CheckpointError
 from zerofx.runtime.handles import note_call
-from zerofx.runtime.members import gloo_group, named, ranks_of
+from zerofx.runtime.members import gloo_group, idle_groups, named, ranks_of, take_idle
 from zerofx.torch_private import default_store, unwrap_compiled
 
 Result = TypeVar("Result")
@@ -85,9 +85,16 @@ class Ranks:
         if self.group is not None:
             self.agreed(lambda: self._claim(Path(path).resolve()))
 
-    def new_group(self) -> dist.ProcessGroup | None:
-        """Another group of these ranks, for a thread; `None` without ranks."""
-        return None if self.alone else gloo_group(self.numbers)
+    def spare_group(self) -> dist.ProcessGroup | None:
+        """A group of these ranks for a thread, which leaves it idle; `None` without ranks.
+
+        Where ranks make one they wait for each other, and hear no signal: that is done once.
+        """
+        if self.alone:
+            return None
+        names = self.everyones(lambda: idle_groups(self.numbers))
+        common = [name for name in names[0] if all(name in each for each in names)]
+        return take_idle(common[0]) if common else gloo_group(self.numbers)
 
     def _claim(self, path: Path) -> None:
         mine = named(self.numbers)

@@ -27,6 +27,7 @@ from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import needed, read_into
 from zerofx.checkpoint.writer import AtomicWriter, alone, find, refuse_others
 from zerofx.errors import CheckpointError
+from zerofx.runtime.members import leave_idle
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import with_local
 
@@ -92,13 +93,16 @@ class Saving:
         Raises:
             CheckpointError: a rank could not write.
         """
+        group, self._group = self._group, None
         try:
             with _explained(self._path, self._ranks):
                 self._future.result()
-        finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
+        except CheckpointError:
+            if group is not None:
+                dist.destroy_process_group(group)
+            raise
+        if group is not None:
+            leave_idle(group)
 
 
 def async_save(
@@ -130,7 +134,7 @@ def async_save(
         # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
         state = _copied(_state(model, optimizers, extra, ranks, everywhere=node_local))
     # The thread talks to other ranks while training does: it needs a group of its own.
-    group = ranks.new_group()
+    group = ranks.spare_group()
     thread = concurrent.futures.ThreadPoolExecutor(1)
     there = dataclasses.replace(ranks, group=group)
     future = thread.submit(_write, Path(path).resolve(), state, there, node_local)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerofx.errors import UnsupportedError
 from zerofx.torch_private import live_ranks
 
+_idle: dict[str, tuple[object, dist.ProcessGroup]] = {}
 _numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -43,6 +44,25 @@ def gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=some)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def idle_groups(ranks: Sequence[int]) -> list[str]:
+    """Names of the groups of `ranks` that threads have done with."""
+    return [
+        name
+        for name, (world, group) in _idle.items()
+        if world is dist.group.WORLD and dist.get_process_group_ranks(group) == list(ranks)
+    ]
+
+
+def take_idle(name: str) -> dist.ProcessGroup:
+    """One of `idle_groups`, for another thread."""
+    return _idle.pop(name)[1]
+
+
+def leave_idle(group: dist.ProcessGroup) -> None:
+    """A thread has done with a group: its messages have all arrived."""
+    _idle[group.group_name] = dist.group.WORLD, group
 
 
 def new_key(kind: str, ranks: Sequence[int]) -> str:
