@@ -80,6 +80,20 @@ class Stack(nn.Module):
         return x.float().square().mean()
 
 
+def _saved_by(forward: Callable[[], Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of what a forward saves for its backward, which runs, too."""
+    saved: list[tuple[int, ...]] = []
+
+    def keep(value: Tensor) -> Tensor:
+        saved.append(tuple(value.shape))
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        value = forward()
+    value.backward()
+    return saved
+
+
 def _saves(name: str, inner: str, checkpointed: bool, autocast: bool) -> list[tuple[int, ...]]:
     torch.manual_seed(0)
     options, rtol = (EAGER, 1e-5) if inner == "eager" else (INDUCTOR, 1e-4)
@@ -91,20 +105,12 @@ def _saves(name: str, inner: str, checkpointed: bool, autocast: bool) -> list[tu
         "weight_norm": Normed,
     }[name]
     pair = Pair(Stack(block, checkpointed, autocast), 3, options, rtol=2e-2 if autocast else rtol)
-    saved: list[tuple[int, ...]] = []
-
-    def keep(value: Tensor) -> Tensor:
-        saved.append(tuple(value.shape))
-        return value
 
     def loss(run: nn.Module, number: int) -> Tensor:
         return run(draw(2, WIDTH, seed=number))
 
     pair.train(loss, 2)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        value = loss(pair.run, 0)
-    value.backward()
-    return saved
+    return _saved_by(lambda: loss(pair.run, 0))
 
 
 CASES = ["plain", "lora", "standardised", "fused", "weight_norm"]
@@ -141,18 +147,9 @@ def _dynamic(counted: bool) -> list[tuple[int, ...]]:
     torch.manual_seed(0)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         pair = Pair(Positions(counted), 3, EAGER, rtol=1e-5, dynamic=True)
-        saved: list[tuple[int, ...]] = []
-
-        def keep(value: Tensor) -> Tensor:
-            saved.append(tuple(value.shape))
-            return value
-
         for length in (WIDTH - 8, WIDTH - 3):
             pair.train(lambda run, number, n=length: run(draw(2, n, 3, seed=number)), 1)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            value = pair.run(draw(2, WIDTH - 5, 3))
-        value.backward()
-    return saved
+        return _saved_by(lambda: pair.run(draw(2, WIDTH - 5, 3)))
 
 
 @pytest.mark.parametrize("counted", [False, True])

@@ -52,12 +52,15 @@ def grads_of(rank: int, scale: float = 0.0) -> list[Tensor]:
     return [torch.randn(*shape, generator=drawn).to(DEVICE) for shape in SHAPES]
 
 
-def step(options: dict[str, Any], scale: float = 0.0) -> dict[str, Any]:
-    """One backward: full weights as computed with, gradients, and this rank's part of both."""
+def step(options: dict[str, Any], scale: float = 0.0, rank: int | None = None) -> dict[str, Any]:
+    """One backward: full weights as computed with, gradients, and this rank's part of both.
+
+    With `rank` the gradients of all ranks are that one's.
+    """
     model = Weights().to(DEVICE)
     settings = {"inner": "eager", "quantize_exact": (), **options}
     run = torch.compile(model, backend="zero3", options=settings)
-    loss, values = run(grads_of(dist.get_rank(), scale))
+    loss, values = run(grads_of(dist.get_rank() if rank is None else rank, scale))
     loss.backward()
     session = session_of(model)
     assert session is not None
@@ -173,21 +176,12 @@ def test_kernels_run_op_by_op_with_the_eager_inner_compiler() -> None:
         assert kernel == Reference(spec, inner == "inductor")
 
 
-def _noise(options: dict[str, Any]) -> float:
-    """Error of the mean of equal gradients, which ranks round up or down at random."""
-    torch.manual_seed(0)
-    model = Weights().to(DEVICE)
-    settings = {"inner": "eager", "quantize_exact": (), **options}
-    run = torch.compile(model, backend="zero3", options=settings)
-    grads = grads_of(0)
-    run(grads)[0].backward()
-    return _relative([full(weight.grad) for weight in model.weights], grads)
-
-
 def test_replicas_round_each_by_its_own_numbers() -> None:
-    options = {"quantize_gradients": "int4x64.stochastic"}
-    everyone = run_ranks(4, _noise, options, timeout=120)[0]
-    by_groups = run_ranks(4, _noise, {**options, "replicate": 2}, timeout=120)[0]
+    options, grads = {"quantize_gradients": "int4x64.stochastic"}, grads_of(0)
+    everyone, by_groups = (
+        _relative(run_ranks(4, step, {**options, **how}, 0.0, 0, timeout=120)[0]["grads"], grads)
+        for how in ({}, {"replicate": 2})
+    )
     assert 0.06 < everyone < 0.09
     assert by_groups < 1.15 * everyone, "groups of ranks draw the same"
 

@@ -154,19 +154,14 @@ def _of_unstepped(model: nn.Module, optimizer: Optimizer) -> State:
 @contextlib.contextmanager
 def _unnoticed(optimizer: Optimizer) -> Iterator[None]:
     """A step inside the block calls no hooks; settings and gradients are back afterwards."""
-    params = params_of(optimizer)
-    grads = [param.grad for param in params]
     groups = [
         {key: (value, _copied(value)) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
     try:
-        with without_step_hooks(optimizer, _knows_of_idle_steps):
+        with without_step_hooks(optimizer, _knows_of_idle_steps), _gradients_back(optimizer):
             yield
     finally:
-        for param, grad in zip(params, grads, strict=True):
-            if param.grad is not grad:
-                param.grad = grad
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
             for key in group.keys() - settings.keys() - {"params"}:
                 del group[key]
@@ -194,20 +189,29 @@ def _set_aside(optimizer: Optimizer) -> Iterator[None]:
     torch makes none if it finds any state or gradient.
     """
     state = dict(optimizer.state)
+    with _gradients_back(optimizer):
+        optimizer.state.clear()
+        for param in params_of(optimizer):
+            param.grad = None
+        try:
+            yield
+        except BaseException:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            raise
+
+
+@contextlib.contextmanager
+def _gradients_back(optimizer: Optimizer) -> Iterator[None]:
+    """Whatever becomes of gradients inside the block."""
     params = params_of(optimizer)
     grads = [param.grad for param in params]
-    optimizer.state.clear()
-    for param in params:
-        param.grad = None
     try:
         yield
-    except BaseException:
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        raise
     finally:
         for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+            if param.grad is not grad:
+                param.grad = grad
 
 
 def split(state: State) -> tuple[State, State]:

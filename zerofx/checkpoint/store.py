@@ -97,7 +97,7 @@ class Saving:
         try:
             with _explained(self._path, self._ranks):
                 self._future.result()
-        except CheckpointError:
+        except BaseException:
             if group is not None:
                 dist.destroy_process_group(group)
             raise

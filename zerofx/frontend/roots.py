@@ -38,6 +38,8 @@ def to_be_sharded(inputs: Sequence[Any]) -> list[nn.Parameter]:
         inputs: of the graph.
     """
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
+    if all(param.requires_grad for param in plain):
+        return plain
     running = [module for _, module in _module_frames()]
     owned = {id(param) for module in running for _, param in _params(module)}
     found = [param for param in plain if param.requires_grad or id(param) in owned]

@@ -40,7 +40,11 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def write_adapters(model: nn.Module, write: Callable[[dict[str, Tensor]], Any]) -> bool:
-    """Have the first rank write what `adapter_state_dict` gives; every rank calls it.
+    """Have the first rank write full values of all adapters; every rank calls it.
+
+    Args:
+        model: sharded or plain, compiled or not.
+        write: takes the values by name.
 
     Returns:
         Whether the model has adapters.
@@ -89,16 +93,8 @@ def _peft_model(model: nn.Module) -> Any:
     return plain if isinstance(plain, peft.PeftModel) else None
 
 
-def adapter_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """Full values of the adapters on rank 0, by their names in the model.
-
-    Every rank calls it; other ranks get an empty dict, and models without adapters `None`.
-    """
-    plain = _peft_model(model)
-    return None if plain is None else _with_prompts(plain, lambda: _state_dict(plain))
-
-
 def _state_dict(plain: Any) -> dict[str, Tensor]:
+    """Full values of the adapters on the first rank, by their names in the model; else none."""
     peft: Any = importlib.import_module("peft")
     state = get_model_state_dict(plain)
     chosen: set[int] = set()

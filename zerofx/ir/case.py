@@ -129,8 +129,16 @@ class Case:
 
     @functools.cached_property
     def reduced_as(self) -> dict[fx.Node, str]:
-        """For each node behind reductions of one parameter, that parameter."""
-        return reduced_params(self.program)
+        """For each node behind a reduction the parameter that was reduced last on the way."""
+        out: dict[fx.Node, str] = {}
+        for node in self.place:
+            if ops.is_call(node, ops.REDUCE_GRAD, ops.REDUCE_WAIT):
+                out[node] = facts(node).param
+            elif node.op == "call_function":
+                params = {out[source] for source in node.all_input_nodes if source in out}
+                if len(params) == 1:
+                    out[node] = params.pop()
+        return out
 
     @functools.cached_property
     def collectives(self) -> tuple[str, ...]:
@@ -205,19 +213,6 @@ def gradients_by_input(joint: Program) -> Iterator[tuple[fx.Node, int]]:
         whole, attribute = _part(desc)
         if (node := inputs.get((getattr(whole, "grad_of", None), attribute))) is not None:
             yield node, place
-
-
-def reduced_params(program: Program) -> dict[fx.Node, str]:
-    """For each node behind a reduction the parameter that was reduced last on the way."""
-    out: dict[fx.Node, str] = {}
-    for node in program.graph.nodes:
-        if ops.is_call(node, ops.REDUCE_GRAD, ops.REDUCE_WAIT):
-            out[node] = facts(node).param
-        elif node.op == "call_function":
-            params = {out[source] for source in node.all_input_nodes if source in out}
-            if len(params) == 1:
-                out[node] = params.pop()
-    return out
 
 
 def _part(desc: Any) -> tuple[Any, Any]:

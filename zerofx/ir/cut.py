@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, fx
 
 from zerofx.errors import VerificationError
-from zerofx.ir.case import gradients_by_input, reduced_params
+from zerofx.ir.case import Case, gradients_by_input
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.program import Program
 
@@ -81,7 +81,7 @@ def _results(joint: Program, forward: Program, backward: Program) -> Iterator[st
     if len(wanted) != len(backward.outputs):
         yield f"backward returns {len(backward.outputs)} gradients of {len(wanted)}"
         return
-    owners, reduced = gradient_owners(joint), reduced_params(backward)
+    owners, reduced = gradient_owners(joint), Case(backward, frozenset(), False).reduced_as
     for place, (old, new) in enumerate(zip(wanted, backward.outputs, strict=True)):
         if (old is None) != (new is None):
             yield f"gradient {place} ({owners[place] or 'of an input'}) is missing in one program"
