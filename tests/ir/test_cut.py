@@ -12,18 +12,19 @@ from tests.passes.models import mlp
 from tests.program_builder import cut, layout_of, trace_joint
 from zerofx.errors import VerificationError
 from zerofx.ir.cut import verify_cut
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.ops import REDUCE_GRAD
 from zerofx.ir.program import Program
 
 
 def test_right_cut() -> None:
     joint = trace_joint(mlp(layout_of(2)))
-    verify_cut(joint, *cut(joint))
+    verify_cut(joint, *cut(joint), Meanings(joint))
 
 
 def test_cut_with_frozen_parameters() -> None:
     joint = trace_joint(mlp(layout_of(2), frozen=("a.weight", "scale")))
-    verify_cut(joint, *cut(joint))
+    verify_cut(joint, *cut(joint), Meanings(joint))
 
 
 def test_renamed_random_states_pass() -> None:
@@ -35,7 +36,7 @@ def test_renamed_random_states_pass() -> None:
     state.meta = renamed.meta
     renamed.replace_all_uses_with(state)
     backward.graph.erase_node(renamed)
-    verify_cut(joint, forward, backward)
+    verify_cut(joint, forward, backward, Meanings(joint))
 
 
 def _drop_saved(forward: Program, backward: Program) -> None:
@@ -64,6 +65,12 @@ def _unreduced(forward: Program, backward: Program) -> None:
     marker.replace_all_uses_with(marker.args[0])  # type: ignore[arg-type]
 
 
+def _exchange_saved(forward: Program, backward: Program) -> None:
+    one, two = backward.graph.find_nodes(op="placeholder")[-3:-1]
+    (reader,) = two.users
+    reader.replace_input_with(two, one)
+
+
 def _foreign_input(forward: Program, backward: Program) -> None:
     first = next(iter(forward.graph.nodes))
     with forward.graph.inserting_before(first):
@@ -78,6 +85,7 @@ FAULTS: list[tuple[Callable[[Program, Program], None], str]] = [
     (_drop_gradient, "gradient 0 (a.weight) is missing in one program"),
     (_lose_gradient, "backward returns 6 gradients of 7"),
     (_unreduced, "is not the reduced gradient of b.weight"),
+    (_exchange_saved, "gradient 0 is mm("),
     (_foreign_input, "forward reads stranger, which is no input of the joint program"),
 ]
 
@@ -88,7 +96,7 @@ def test_wrong_cut(fault: Callable[[Program, Program], None], message: str) -> N
     forward, backward = cut(joint)
     fault(forward, backward)
     with pytest.raises(VerificationError) as caught:
-        verify_cut(joint, forward, backward)
+        verify_cut(joint, forward, backward, Meanings(joint))
     assert caught.value.rule == "cut"
     assert message in str(caught.value)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.program_builder import Model, Read, cut, inputs_for, run_step, specs_of, trace_joint
 from zerofx.config import ZeroConfig
 from zerofx.ir.cut import verify_cut
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout
 from zerofx.passes.base import Pass, run_passes
@@ -80,7 +81,7 @@ def compile_all(model: Model, stage: int, passes: Sequence[Pass]) -> tuple[Progr
     joint = trace_joint(model, stage)
     run_passes(joint, passes)
     forward, backward = cut(joint)
-    verify_cut(joint, forward, backward)
+    verify_cut(joint, forward, backward, Meanings(joint))
     run_passes(forward, passes)
     run_passes(backward, passes)
     return forward, backward

@@ -40,6 +40,7 @@ from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import decided, dumps, loads, weigh
 from zerofx.ir.cut import gradient_owners, verify_cut
 from zerofx.ir.facts import facts
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.ops import UNSHARD
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
@@ -195,6 +196,7 @@ class Capture:
         self._num_user_outputs = num_fwd_outputs
         self._params = annotate(joint.graph, self.inputs)
         whole = self._run(joint, Region.JOINT)
+        meant = Meanings(whole) if self.config.verify and self.passes else None
         recompute_parameter_values(joint.graph)
         keep_reads(joint.graph, self.inputs.kept)
         reduce_in_backward(joint.graph)
@@ -203,12 +205,12 @@ class Capture:
         repeat_constants(forward.graph)
         repeat_constants(backward.graph)
         self._gradients_of = gradient_owners(whole)
-        if self.config.verify and self.passes:
+        if meant is not None:
             halves = (
                 self._program(forward, Region.FORWARD),
                 self._program(backward, Region.BACKWARD),
             )
-            verify_cut(whole, *halves)
+            verify_cut(whole, *halves, meant)
         annotate_saved(forward.graph, backward.graph, num_fwd_outputs)
         later = self._program(backward, Region.BACKWARD)
         self._read_later = frozenset(facts(node).param for node in later.calls(UNSHARD))

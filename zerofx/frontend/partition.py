@@ -6,13 +6,12 @@ parameters alone are recomputed in backward, so that forward saves shards, never
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, fx
 
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.return_rules import is_large
-from zerofx.ir.view import is_symbol
+from zerofx.ir.view import is_impure, is_symbol
 from zerofx.torch_private import is_tangent, must_recompute_tag
 
 
@@ -36,7 +35,7 @@ def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:
         sources = node.all_input_nodes
         if is_call(node, UNSHARD):
             tagged[node] = None
-        elif not _is_impure(node) and all(arg in constant or arg in tagged for arg in sources):
+        elif not is_impure(node) and all(arg in constant or arg in tagged for arg in sources):
             if any(arg in tagged for arg in sources):
                 tagged[node] = None
             else:
@@ -81,14 +80,9 @@ def repeat_constants(graph: fx.Graph) -> None:
 def _is_large_constant(node: fx.Node) -> bool:
     """Whether its values follow from sizes alone, and are more than a few."""
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, Tensor) or _is_impure(node):
+    if node.op != "call_function" or not isinstance(value, Tensor) or is_impure(node):
         return False
     return all(map(is_symbol, node.all_input_nodes)) and is_large(value)
-
-
-def _is_impure(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or node.is_impure()
 
 
 def order_opaque_values(forward: fx.GraphModule, backward: fx.GraphModule, num_user: int) -> None:

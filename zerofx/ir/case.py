@@ -7,16 +7,16 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from zerofx.ir import ops
 from zerofx.ir.codes import values_from
 from zerofx.ir.facts import Role, facts
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import node_names
-from zerofx.ir.view import aliased_inputs, is_symbol, positions
+from zerofx.ir.view import aliased_inputs, is_impure, is_symbol, positions
 
 Roots = tuple[fx.Node, ...]
 _NONE: Roots = ()
@@ -40,6 +40,7 @@ class Case:
         final: no pass follows.
         budget_bytes: most bytes of full values that may be live at once.
         order: the collectives that must be issued, in order.
+        meanings: what the program meant before the last pass.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Case:
     final: bool
     budget_bytes: int | None = None
     order: Sequence[str] | None = None
+    meanings: Meanings | None = None
 
     def name(self, node: fx.Node) -> str:
         """What the printer calls `node`."""
@@ -104,7 +106,7 @@ class Case:
         for node in self.place:
             if node.op == "get_attr" or is_symbol(node):
                 constant[node] = None
-            elif node.op == "call_function" and node not in out and not _is_random(node):
+            elif node.op == "call_function" and node not in out and not is_impure(node):
                 sources = node.all_input_nodes
                 known = all(source in constant or source in out for source in sources)
                 if known and any(source in out for source in sources):
@@ -229,11 +231,6 @@ def _union(parts: Iterable[Roots]) -> Roots:
         elif part and part is not found:
             found = tuple(dict.fromkeys((*found, *part)))
     return found
-
-
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or node.is_impure()
 
 
 def _nodes(values: Sequence[Any]) -> list[fx.Node]:

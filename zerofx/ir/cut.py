@@ -9,14 +9,24 @@ from torch import Tensor, fx
 from zerofx.errors import VerificationError
 from zerofx.ir.case import Case, gradients_by_input
 from zerofx.ir.facts import Role, facts
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
+from zerofx.ir.value_rules import called, difference
+from zerofx.ir.view import keeps_random_state
 
 
-def verify_cut(joint: Program, forward: Program, backward: Program) -> None:
+def verify_cut(joint: Program, forward: Program, backward: Program, meant: Meanings) -> None:
     """Check a partition right after it was made, before passes rename what is saved.
 
     Inputs of the joint program are inputs of forward or, for tangents, of backward; backward reads
-    what forward saves and nothing else; user outputs and gradients match in number and place.
+    what forward saves and nothing else; user outputs and gradients match in number and place, and
+    are made by the same operations from the same values.
+
+    Args:
+        joint: what was cut.
+        forward: its first part.
+        backward: its second part.
+        meant: what the joint program meant before it was cut.
 
     Raises:
         VerificationError: names every input, saved value or gradient that does not add up.
@@ -26,6 +36,8 @@ def verify_cut(joint: Program, forward: Program, backward: Program) -> None:
         *_saved(joint, forward, backward),
         *_results(joint, forward, backward),
     ]
+    if not problems:
+        problems = list(_values(joint, forward, backward, meant))
     if problems:
         raise VerificationError(
             "cut",
@@ -87,6 +99,19 @@ def _results(joint: Program, forward: Program, backward: Program) -> Iterator[st
             yield f"gradient {place} ({owners[place] or 'of an input'}) is missing in one program"
         elif owners[place] and reduced.get(new) != owners[place]:
             yield f"gradient {place} is not the reduced gradient of {owners[place]}"
+
+
+def _values(joint: Program, forward: Program, backward: Program, meant: Meanings) -> Iterator[str]:
+    """Results that are others if backward reads what forward saved."""
+    if any(keeps_random_state(node) for part in (forward, backward) for node in part.graph.nodes):
+        return  # other operations, which torch put in the place of random ones
+    first = meant.of_part(forward, {})
+    saved = (node for node in forward.outputs if isinstance(node, fx.Node))
+    second = meant.of_part(backward, {node.name: first.value(node) for node in saved})
+    results = *first.last.outputs[: forward.num_user_outputs], *second.last.outputs
+    for place, (was, now) in enumerate(zip(meant.last.outputs, results, strict=True)):
+        if was != now:
+            yield f"{called(joint, place)} is {difference(was, now)}"
 
 
 def gradient_owners(joint: Program) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from zerofx.ir.gradient_rules import (
 from zerofx.ir.node_rules import inside_the_node
 from zerofx.ir.return_rules import nothing_full_returned, nothing_full_saved
 from zerofx.ir.spec import Region
+from zerofx.ir.value_rules import same_values
 from zerofx.ir.view import identity_source, only_returned
 from zerofx.ir.write_rules import nothing_written
 
@@ -243,6 +244,7 @@ RULES: tuple[Rule, ...] = (
     Rule("own_gradient", own_gradient, "return each reduced gradient in the place where it was"),
     Rule("no_marker_left", no_marker_left, _ENABLE),
     Rule("buffers_follow", buffers_follow, _ENABLE),
+    Rule("same_values", same_values, "set replaces = True if the pass is to compute otherwise"),
     Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
 )
 """Every rule, in the order in which they are checked."""

@@ -118,7 +118,7 @@ class _Printer:
         if node.op in ("placeholder", "get_attr"):
             body = head
         else:
-            call = f"{_target(node)}({self._arguments(node)})"
+            call = f"{operation(node.target)}({self._arguments(node)})"
             body = f"{head} = {call}" if typed or _is_token(node) else call
         notes = _notes(record, name, node.op == "placeholder")
         return f"{body}  # {notes}" if notes else body
@@ -219,13 +219,13 @@ def _stem(node: fx.Node) -> str:
     if prefix is not None:
         return prefix + suffix
     if cast(Any, node.target) in ops.PROGRAM_OPS:
-        return _target(node) + suffix
+        return operation(node.target) + suffix
     # Values that a pass added take no number, so that a diff shows the pass and nothing else.
-    return _target(node).partition(".")[0] + suffix if record.origin else "%"
+    return operation(node.target).partition(".")[0] + suffix if record.origin else "%"
 
 
-def _target(node: fx.Node) -> str:
-    target: Any = node.target
+def operation(target: Any) -> str:
+    """What an FX node calls, by the name that programs show."""
     if isinstance(target, str):
         return target
     if hasattr(target, "_schema"):

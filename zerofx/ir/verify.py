@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zerofx.errors import VerificationError
 from zerofx.ir.case import Case
 from zerofx.ir.facts import facts
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
 from zerofx.ir.rules import RULES, Offence, Rule
 from zerofx.ir.text import node_names
@@ -19,6 +20,7 @@ def verify(
     final: bool = False,
     budget_bytes: int | None = None,
     order: Sequence[str] | None = None,
+    meanings: Meanings | None = None,
 ) -> None:
     """Check every rule.
 
@@ -28,11 +30,12 @@ def verify(
         final: no pass follows.
         budget_bytes: most bytes of full values that may be live at once.
         order: what `collective_order` must return.
+        meanings: what the program meant before its last pass, and must mean still; renewed.
 
     Raises:
         VerificationError: names the rule, and of each offence parameter, module, node and pass.
     """
-    case = Case(program, frozenset(done), final, budget_bytes, order)
+    case = Case(program, frozenset(done), final, budget_bytes, order, meanings)
     for rule in RULES:
         offences = list(rule.check(case))
         if offences:

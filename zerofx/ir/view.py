@@ -21,6 +21,7 @@ _HIDDEN_VIEWS = (
     _aten.alias.default,
 )
 _IDENTITIES = (_aten.view.default, _aten.alias.default, _aten.detach.default)
+_CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -105,6 +106,24 @@ def only_returned(wait: fx.Node) -> bool:
 def _is_owned(node: fx.Node) -> bool:
     is_shard = node.op == "placeholder" and facts(node).role is Role.SHARD
     return is_shard or is_call(node, REDUCE_GRAD, REDUCE_WAIT)
+
+
+def cast_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype to which `node` casts, if it does nothing else; `None` otherwise."""
+    value = node.meta.get("val")
+    casts = node.op == "call_function" and node.target in _CASTS and isinstance(value, Tensor)
+    return value.dtype if casts and set(node.kwargs) <= {"dtype"} else None
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers, or does more than return a value."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.is_impure()
+
+
+def keeps_random_state(node: fx.Node) -> bool:
+    """Whether `node` is of those with which recomputation draws the same numbers again."""
+    return "rng_state" in str(node.target)
 
 
 def is_symbol(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from zerofx.errors import PassError
 from zerofx.ir.edit import Editor
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.verify import verify
@@ -32,12 +33,15 @@ class Pass(abc.ABC):
         regions: the programs it works on.
         numerics: what it may do to numbers: nothing, change the order of a sum, or round.
         mandatory: whether a program without it would be wrong.
+        replaces: whether it puts other operations in the place of the model's. Without, all that
+            leaves a program must be made by the same ones from the same values as before.
     """
 
     name: ClassVar[str]
     regions: ClassVar[frozenset[Region]]
     numerics: ClassVar[Numerics] = "exact"
     mandatory: ClassVar[bool] = False
+    replaces: ClassVar[bool] = False
 
     @abc.abstractmethod
     def plan(self, program: Program) -> Any:
@@ -68,6 +72,7 @@ def run_passes(
         PassError: a pass failed; names the passes that already ran.
     """
     done: list[str] = []
+    meanings = Meanings(program) if check else None
     for each in passes:
         if program.region not in each.regions:
             continue
@@ -81,8 +86,9 @@ def run_passes(
         done.append(each.name)
         if observer is not None:
             observer(program, each.name, plan)  # who is refused next can be read, too
-        if check:
-            verify(program, done)
+        if meanings is not None:
+            verify(program, done, meanings=None if each.replaces else meanings)
+            meanings = Meanings(program) if each.replaces else meanings
     if check:
         verify(program, done, final=True)
 

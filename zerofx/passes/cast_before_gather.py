@@ -6,17 +6,15 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import UNSHARD, full_dtype
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
+from zerofx.ir.view import cast_to
 from zerofx.passes.base import Pass
-
-_TO = torch.ops.aten._to_copy.default
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,7 @@ class CastBeforeGather(Pass):
             spec = program.spec(marker)
             if spec is None or not spec.layout.temporary or full_dtype(marker) is not None:
                 continue
-            targets = {_cast_to(reader) for reader in marker.users}
+            targets = {cast_to(reader) for reader in marker.users}
             dtype = targets.pop() if len(targets) == 1 else None
             fewer = spec.dtype.itemsize - dtype.itemsize if dtype is not None else 0
             if dtype is not None and fewer > 0:
@@ -84,11 +82,3 @@ class CastBeforeGather(Pass):
             for cast in each.casts:
                 edit.replace(cast, full)
             edit.erase(each.marker)
-
-
-def _cast_to(node: fx.Node) -> torch.dtype | None:
-    """The dtype to which `node` casts, if it does nothing else; `None` otherwise."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
-        return None
-    plain = node.target is _CONVERT or (node.target is _TO and set(node.kwargs) == {"dtype"})
-    return node.meta["val"].dtype if plain else None
