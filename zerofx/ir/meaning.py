@@ -138,11 +138,11 @@ class Meanings:
 
     def _full(self, program: Program, node: fx.Node) -> Value:
         """The full value of a parameter; of one that every rank holds, its shard."""
-        shard, spec = node.args[0 if node.target is ops.UNSHARD else 1], program.spec(node)
+        shard, size = node.args[:2] if node.target is ops.UNSHARD else node.args[1:3]
         assert isinstance(shard, fx.Node)
-        value = self.value(shard)
+        value, spec = self.value(shard), program.spec(node)
         if spec is None or spec.layout.sharded:
-            value = self._value("full", value)
+            value = self._value("full", value, self._given(size))
         return self._cast(shard, ops.full_dtype(node), value)
 
     def _mean(self, node: fx.Node) -> Value:
@@ -177,7 +177,7 @@ class Meanings:
         """An argument, with values for nodes; constants that only compare as equal differ."""
         if isinstance(arg, fx.Node):
             return self.value(arg)
-        kind = type(arg)
+        kind = cast(type[object], type(arg))
         if kind in (int, str, type(None)):
             return arg
         if isinstance(arg, (list, tuple)):

@@ -111,8 +111,8 @@ def _is_owned(node: fx.Node) -> bool:
 def cast_to(node: fx.Node) -> torch.dtype | None:
     """The dtype to which `node` casts, if it does nothing else; `None` otherwise."""
     value = node.meta.get("val")
-    casts = node.op == "call_function" and node.target in _CASTS and isinstance(value, Tensor)
-    return value.dtype if casts and set(node.kwargs) <= {"dtype"} else None
+    casts = node.op == "call_function" and node.target in _CASTS and set(node.kwargs) <= {"dtype"}
+    return value.dtype if casts and isinstance(value, Tensor) else None
 
 
 def is_impure(node: fx.Node) -> bool:
