@@ -77,6 +77,7 @@ class Scale(Wicked):
     factor: float = 2.0
 
     name: ClassVar[str] = "scale"
+    replaces: ClassVar[bool] = True
 
     def plan(self, program: Program) -> Any:
         return program.outputs[0]

@@ -132,9 +132,7 @@ class Meanings:
         if node.target is _ADD and len(given) == 2:
             return self._sum(*given)
         value = self._value(node.target, *given)
-        if node.op != "call_function" or node.target in ops.PROGRAM_OPS or not is_impure(node):
-            return value
-        return self._value("once", value, node.name)
+        return self._value("once", value, node.name) if _is_once(node) else value
 
     def _full(self, program: Program, node: fx.Node) -> Value:
         """The full value of a parameter; of one that every rank holds, its shard."""
@@ -189,3 +187,10 @@ class Meanings:
             part = cast("slice[Any, Any, Any]", arg)
             return "slice", *map(self._given, (part.start, part.stop, part.step))
         return kind, str(arg)
+
+
+def _is_once(node: fx.Node) -> bool:
+    """Whether to do it again is another thing; collectives of the model's return the same again."""
+    ours = node.op != "call_function" or node.target in ops.PROGRAM_OPS
+    collective = getattr(node.target, "namespace", "") == "_c10d_functional"
+    return not ours and not collective and is_impure(node)
