@@ -65,7 +65,10 @@ def test_inputs_that_nobody_can_guess() -> None:
     ("target", "length"),
     [
         # Its weights are drawn until they fit.
-        ("vit(hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32)", 0),
+        (
+            "vit(hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32)",
+            None,
+        ),
         # It shifts labels by a token that only configurations on disk name.
         ("t5(d_model=32,d_kv=16,d_ff=64,num_layers=1,num_heads=2,vocab_size=128)", None),
         ("bert(hidden_size=32,num_hidden_layers=1,num_attention_heads=2,vocab_size=128)", 512),
@@ -77,6 +80,7 @@ def test_inputs_fit_and_give_a_loss(target: str, length: int | None) -> None:
         model = construct(found.build)
         args, kwargs = found.inputs(2, 16)
         assert model(*args, **kwargs).loss.shape == ()
+    assert found.has_length is not target.startswith("vit")
     assert found.most_length == (sys.maxsize if length is None else length)
 
 

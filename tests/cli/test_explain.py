@@ -96,15 +96,16 @@ def models():
     return [torch.compile(b, backend=s, options=o) for b, s, o in zip(blocks, stages, given)]
 
 runs = models()
-optimizer = torch.optim.SGD([p for run in runs for p in run.parameters()], lr=0.1)
+optimizers = [torch.optim.SGD(run.parameters(), lr=0.1) for run in runs]
 for _ in range(3):
     x, loss = torch.ones(4, 64), 0
     for run in runs:
         x = run(x)
         loss, x = loss + x.sum(), x[:, ::2]
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 dist.destroy_process_group()
 """
 
@@ -125,6 +126,7 @@ def test_functions_that_models_share_are_counted_apart(
     weights = [4 * width * width * 3 // 4 for width in widths[1:]]
     assert found["sent_bytes"] == 2 * sum(shards) + sum(weights)
     assert {each["runs"] for each in found["collectives"]} == {1.0}
+    assert found["measured"]["steps"] <= 2, "two follow the first, of several optimizers each"
     assert ("zero1" in found["captured"]["left_out"]) is (what == "stages")
 
 
@@ -172,7 +174,7 @@ def test_of_two_ranks_one_prints() -> None:
     assert "on 1 rank here" not in printed and "measured" in printed
 
 
-TARGET = ["explain", "--batch", "2", "--length", "4", "--input", "float32[B,64]"]
+TARGET = ["explain", "--batch", "2", "--input", "float32[B,64]"]
 MODEL = "tests.debug.trained:Net(depth=1)"
 
 
@@ -215,10 +217,11 @@ def test_wrong_usage_is_refused(
     [
         ("x = 1\n", "trained nothing that a zerofx backend compiled"),
         ("x = 1\nraise KeyError('oh')\n", "failed at {path}:2: KeyError: 'oh'"),
+        ("import torch\ntorch.nn.Linear(2, 3)(torch.ones(4))\n", "{path}:2: RuntimeError: "),
         ("import sys\nsys.exit(3)\n", "left with 3"),
         ("x = 1\nx = = 2\n", "failed at {path}:2: SyntaxError: "),
     ],
-    ids=["nothing", "raises", "exits", "syntax"],
+    ids=["nothing", "raises", "library", "exits", "syntax"],
 )
 def test_scripts_that_do_not_train(
     body: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

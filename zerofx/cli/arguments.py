@@ -25,6 +25,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--secondary-shards",
         nargs="?",
+        type=_codes,
         const=True,
         default=False,
         metavar="codes",
@@ -34,7 +35,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add("--quantize-weights", metavar="CODEC", help="at stage 3: gathers send codes, as int8x256")
     add("--quantize-gradients", metavar="CODEC", help="reductions send codes; two hops: int8,int4")
     add("--quantize-exact", action="append", metavar="PATTERN", help="what does not; repeatable")
-    add("--batch", type=int, default=1, metavar="B", help="micro-batch size of a rank (1)")
+    add("--batch", type=int, metavar="B", help="micro-batch size of a rank (1)")
     add("--length", type=int, metavar="S", help="S in --input (2048, or what the model takes)")
     add("--input", action="append", default=[], metavar="SPEC", help="as int64[B,S]; repeatable")
     add("--precision", choices=PRECISIONS, default="fp32", help="fp32, or 16-bit with fp32")
@@ -42,6 +43,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add("--param-dtype", choices=PARAM_DTYPES, help="as the option param_dtype")
     add("--formula", action="store_true", help="peak memory as an expression in B and S too")
     add("--whole", action="store_true", help="trace a deep model whole, not two depths of it")
+
+
+def _codes(text: str) -> str:
+    if text != "codes":
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no value of it, which are: none, codes. Name the target before it"
+        )
+    return text
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:

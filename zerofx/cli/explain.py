@@ -76,8 +76,7 @@ def _refuse_misplaced(args: argparse.Namespace, is_script: bool) -> None:
 
 def _target(args: argparse.Namespace, progress: Progress) -> Explanation:
     target = find_target(args.script, args.input)
-    batch = 2 if args.batch is None else args.batch
-    length = target.length(args.length, 128)
+    batch, length = target.sizes(args.batch, args.length, (2, 128))
     check_inputs(batch, length)
     stage = cast(Stage, 3 if args.stage is None else args.stage)
     setting = Setting(

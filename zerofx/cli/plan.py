@@ -31,8 +31,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Make the plan; a check fails if nothing fits into `--memory`."""
     num_ranks = num_ranks_of(args)
     target = find_target(args.target, args.input)
-    length = target.length(args.length, _LENGTH)
-    check_inputs(args.batch, length)
+    batch, length = target.sizes(args.batch, args.length, (1, _LENGTH))
+    check_inputs(batch, length)
     precision = _PRECISIONS[args.precision]
     config = _config(args)
     planner = Planner(
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         machine=machine_of(args),
         precision=precision,
         num_ranks=num_ranks,
-        batch=args.batch,
+        batch=batch,
         length=length,
         whole=args.whole,
         say=progress.step,
@@ -52,10 +52,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     pipeline(dataclasses.replace(config, stage=stages[-1]), 0)
     plan = _plan(planner, stages)
     formulas = _closed_forms(planner, stages) if args.formula else {}
-    shown = length if target.most_length else None
-    asked = Question(
-        target.text, num_ranks, args.batch, shown, args.memory, precision, config, formulas
-    )
+    shown = length if target.has_length else None
+    asked = Question(target.text, num_ranks, batch, shown, args.memory, precision, config, formulas)
     fits = args.memory is None or best_stage(plan, asked) is not None
     return Answer(as_data(plan, asked), as_text(plan, asked), ok=fits)
 

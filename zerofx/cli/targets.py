@@ -15,21 +15,22 @@ import dataclasses
 import difflib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zerofx.cli.architectures import architecture_of, inputs_of, most_length_of
-from zerofx.errors import ConfigError
+from zerofx.cli.inputs import Input, check_forward, make_inputs, read_input
+from zerofx.errors import ConfigError, ZeroFxError
+from zerofx.frontend.breaks import line_of
 from zerofx.page.build import read_object
 
 _CALL = re.compile(r"(?P<name>[^()]+?)\s*(?:\((?P<arguments>.*)\))?", re.S)
-_INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
 _FORMS = (
     "write package.module:factory, package.module:factory(key=value), the path of a config.json, "
     "or a model type of transformers such as llama(num_hidden_layers=32)"
@@ -44,17 +45,37 @@ class Target:
         text: as it was written.
         build: makes the model.
         inputs: makes one batch: positional and named inputs of `forward`, for `(batch, length)`.
-        most_length: that the model has positions for; 0 if no input has a length.
+        extents: what shapes of inputs have: `B`, `S`, and numbers.
+        most_length: that the model has positions for.
     """
 
     text: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
+    extents: frozenset[str]
     most_length: int
 
-    def length(self, asked: int | None, otherwise: int) -> int:
-        """What was asked for, or else `otherwise`, if the model takes that much."""
-        return min(otherwise, self.most_length or otherwise) if asked is None else asked
+    @property
+    def has_length(self) -> bool:
+        """Whether an input has a length."""
+        return "S" in self.extents
+
+    def sizes(
+        self, batch: int | None, length: int | None, otherwise: tuple[int, int]
+    ) -> tuple[int, int]:
+        """Batch size and length: what was asked for, or else `otherwise`, if the model takes that.
+
+        Raises:
+            ConfigError: no input has what was asked for.
+        """
+        for option, letter, asked in (("--batch", "B", batch), ("--length", "S", length)):
+            if asked is not None and letter not in self.extents:
+                raise ConfigError(
+                    f"{option} {asked}: no input of target {self.text!r} has {letter}",
+                    f"leave {option} out, or write {letter} into an --input, as in int64[B,S]",
+                )
+        most = min(otherwise[1], self.most_length)
+        return otherwise[0] if batch is None else batch, most if length is None else length
 
 
 def find_target(text: str, specs: list[str]) -> Target:
@@ -68,41 +89,78 @@ def find_target(text: str, specs: list[str]) -> Target:
     Raises:
         ConfigError: it names nothing that can be built.
     """
-    match = _CALL.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"target {text!r} cannot be read", _FORMS)
-    name, arguments = match["name"], _arguments(text, match["arguments"])
+    name, inner = _split(text)
+    arguments = _arguments(text, inner)
     most = sys.maxsize
-    if ":" in name and not Path(name).exists():
-        build, specs = _factory(text, name, arguments), specs or ["int64[B,S]"]
+    if ":" in name and not os.path.exists(name):
+        make, specs = _factory(text, name, arguments), specs or ["int64[B,S]"]
     else:
         architecture, config = _from_config(name, arguments)
         specs, most = specs or inputs_of(architecture, config), most_length_of(config)
 
-        def build() -> nn.Module:
+        def make() -> nn.Module:
             model: nn.Module = architecture(copy.deepcopy(config))
             return model.train()
 
-    parsed = [_input(spec) for spec in specs]
-    if not any("S" in extents for _, _, extents in parsed):
-        most = 0
-    return Target(text, build, lambda batch, length: _make_inputs(parsed, batch, length), most)
+    parsed = [read_input(spec) for spec in specs]
+
+    def inputs(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return make_inputs(parsed, batch, length)
+
+    extents = frozenset(extent for each in parsed for extent in each.extents)
+    return Target(text, lambda: _build(text, make, parsed), inputs, extents, most)
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """The name, and what is in parentheses behind it; paths may have some of their own."""
+    text = text.strip()
+    ends = [place for place, letter in enumerate(text) if letter == "(" and text.endswith(")")]
+    for end in (len(text), *reversed(ends)):
+        if os.path.exists(name := text[:end].rstrip()):
+            return name, text[end + 1 : -1] if end < len(text) else None
+    match = _CALL.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"target {text!r} cannot be read", _FORMS)
+    return match["name"], match["arguments"]
 
 
 def _arguments(text: str, inner: str | None) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({inner or ''})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("values without names")
         return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, AssertionError) as error:
+    except (SyntaxError, ValueError) as error:
         raise ConfigError(
             f"the arguments of target {text!r} cannot be read",
             "write key=value pairs of plain Python values, such as (width=512, bias=False)",
         ) from error
 
 
+def _build(text: str, make: Callable[[], nn.Module], parsed: list[Input]) -> nn.Module:
+    """What `make` makes; its forward takes the inputs, as far as their names and number go."""
+    try:
+        model = make()
+    except ZeroFxError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"target {text!r} makes no model: {_said(error)}",
+            "give arguments that it takes; weights have no values while it makes the model",
+        ) from error
+    check_forward(text, model, parsed)
+    return model
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__} at {line_of(error)}" + (f": {lines[0]}" if lines else "")
+
+
 def _factory(text: str, name: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
     module_name, _, path = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise ConfigError(f"target {text!r} names no module", _FORMS)
     _find_like_python()
     try:
         found: Any = importlib.import_module(module_name)
@@ -110,6 +168,10 @@ def _factory(text: str, name: str, arguments: dict[str, Any]) -> Callable[[], nn
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"target {text!r} cannot be imported: {error}", _FORMS) from error
+    except Exception as error:
+        raise ConfigError(
+            f"target {text!r} cannot be imported: {_said(error)}", f"mend {module_name}"
+        ) from error
     _check_call(text, found, arguments)
 
     def build() -> nn.Module:
@@ -201,32 +263,3 @@ def _refuse_unknown(kind: str, config: Any, overrides: dict[str, Any]) -> None:
             f"a configuration of {kind} has no field {unknown[0]!r}",
             f"{hint}known: {', '.join(sorted(known))}",
         )
-
-
-def _input(spec: str) -> tuple[str, torch.dtype, list[str]]:
-    match = _INPUT.fullmatch(spec.strip())
-    dtype = getattr(torch, match["dtype"], None) if match else None
-    extents = [part.strip() for part in match["shape"].split(",")] if match else []
-    good = all(extent in ("B", "S") or extent.isdigit() for extent in extents)
-    if match is None or not isinstance(dtype, torch.dtype) or not good:
-        raise ConfigError(
-            f"input {spec!r} cannot be read",
-            "write dtype[shape], with B for the batch size and S for the length: int64[B,S], "
-            "or pixels=float32[B,3,32,32]",
-        )
-    return match["name"] or "", dtype, extents
-
-
-def _make_inputs(
-    parsed: list[tuple[str, torch.dtype, list[str]]], batch: int, length: int
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    sizes = {"B": batch, "S": length}
-    named: dict[str, Tensor] = {}
-    plain: list[Tensor] = []
-    for name, dtype, extents in parsed:
-        value = torch.zeros([sizes.get(e) or int(e) for e in extents], dtype=dtype)
-        if name:
-            named[name] = value
-        else:
-            plain.append(value)
-    return tuple(plain), named

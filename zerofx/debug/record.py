@@ -126,6 +126,11 @@ class Recorder:
         return [each for each in self.started if each.runs]
 
     @property
+    def forwards(self) -> int:
+        """How often graphs with a backward ran."""
+        return sum(each.runs for each in self.graphs if each.rehearsal is not None)
+
+    @property
     def training(self) -> list[GraphRecord]:
         """Graphs with a backward, of models that have the first one's options.
 
@@ -153,7 +158,7 @@ class Recorder:
         """Say of each of `training` how often a step ran it, all versions together.
 
         Args:
-            steps: of all optimizers.
+            steps: that the program took, each of one optimizer or several.
         """
         for last in self.training:
             versions = [each for each in self.graphs if each.is_version_of(last)]

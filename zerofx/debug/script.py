@@ -10,7 +10,6 @@ import socket
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from zerofx.debug.captured import Break, breaks_of, untrained
 from zerofx.debug.explanation import Measured
 from zerofx.debug.record import Recorder
 from zerofx.errors import UnsupportedError, ZeroFxError
+from zerofx.frontend.breaks import line_of
 from zerofx.frontend.watch import watched_by
 from zerofx.torch_private import Compilation, compilations, graph_breaks
 
@@ -45,14 +45,22 @@ class Run:
 
 @dataclasses.dataclass
 class _Clock:
-    """Seconds from one optimizer step to the next, where nothing was compiled in between."""
+    """Seconds from one step to the next, where nothing was compiled in between.
 
+    A step has one optimizer or several, and some of these call others.
+    """
+
+    recorder: Recorder
     seconds: list[float] = dataclasses.field(default_factory=list[float])
     steps: int = 0
     _before: float | None = None
+    _forwards: int = 0
 
     def tick(self, *_: Any) -> None:
-        """An optimizer stepped."""
+        """An optimizer stepped: the first one after a forward begins a step."""
+        forwards, self._forwards = self._forwards, self.recorder.forwards
+        if self._forwards == forwards:
+            return
         self.steps += 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -75,7 +83,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
         UnsupportedError: it failed, or no zerofx backend compiled anything that trains.
     """
     recorder, begin = Recorder(), time.time()
-    clock = _Clock()
+    clock = _Clock(recorder)
     handle = register_optimizer_step_post_hook(clock.tick)
     try:
         with _world(), _arguments(script, arguments), watched_by(recorder):
@@ -88,7 +96,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
     except Exception as error:
         said = (str(error).strip().splitlines() or [""])[0]
         raise UnsupportedError(
-            f"{script} failed at {_place(error)}: {type(error).__name__}: {said}",
+            f"{script} failed at {line_of(error)}: {type(error).__name__}: {said}",
             _ALONE,
         ) from error
     finally:
@@ -105,13 +113,6 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
 
 _COMPILE = 'compile the model with torch.compile(model, backend="zero3") and take a step or two'
 _ALONE = "run it without explain first; --debug shows where"
-
-
-def _place(error: Exception) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"  # of code that never ran
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{where.filename}:{where.lineno}"
 
 
 def _measured(seconds: Sequence[float], seen: Sequence[Compilation]) -> Measured:

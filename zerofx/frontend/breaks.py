@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from traceback import FrameSummary
 
@@ -13,6 +15,11 @@ from torch import fx
 from zerofx.torch_private import why_graph_ended
 
 _PACKAGES = "site-packages" + os.sep
+_LIBRARIES = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")),
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,  # zerofx
+    "<frozen ",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +104,20 @@ _REMEDY = (
     "Move this line out of the compiled function, or compile the parts before and behind it; "
     "`fullgraph=True` turns every break into an error."
 )
+
+
+def line_of(error: Exception) -> str:
+    """`file:line` of the user's line that failed: the inmost one outside of libraries."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"  # of code that never ran
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_LIBRARIES) and _PACKAGES not in frame.filename
+    ]
+    where = (own or frames)[-1]
+    return f"{where.filename}:{where.lineno}"
 
 
 def shorten(path: str) -> str:
