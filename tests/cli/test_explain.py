@@ -174,6 +174,17 @@ def test_of_two_ranks_one_prints() -> None:
     assert "on 1 rank here" not in printed and "measured" in printed
 
 
+def test_a_rank_that_prints_nothing_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explained(*args: object, **named: object) -> None:
+        raise AssertionError("it took all ranks' cores")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("zerofx.cli.explain.run_script", lambda path, arguments: object())
+    monkeypatch.setattr("zerofx.cli.explain.explanation_of", explained)
+    monkeypatch.setattr("zerofx.cli.explain.explain_model", explained)
+    assert main(["explain", SCRIPT]) == main(["explain", MODEL]) == 0
+
+
 TARGET = ["explain", "--batch", "2", "--input", "float32[B,64]"]
 MODEL = "tests.debug.trained:Net(depth=1)"
 

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from zerofx.cli import units
 from zerofx.cli.arguments import COMMANDS
+from zerofx.cli.command import Answer
 from zerofx.cli.completion import script_for
 from zerofx.cli.main import build_parser, main
 from zerofx.cli.targets import find_target
@@ -198,6 +200,28 @@ def test_whoever_closes_the_pipe_has_read_enough() -> None:
         running.stdout.close()
         assert running.wait(60) == 0
         assert running.stderr.read() == b""
+
+
+def test_text_of_the_user_is_printed_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However narrow the terminal is; nor is anything taken for emoji or markup."""
+    monkeypatch.setenv("COLUMNS", "20")
+    table = Table("tensor", "stage", box=None, show_edge=False)
+    name = "p[bold]x.z[:b:2].a_rather_long_module_name"
+    for column in table.columns:
+        column.no_wrap = True
+    table.add_row(name, "55.4 kB")
+    answer = Answer({}, (f"x = z[:b:2]  {name}", table, "end"))
+    monkeypatch.setattr("zerofx.cli.plan.run", lambda args, progress: answer)
+    assert main(["plan", "any"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["x", "=", "z[:b:2]", name],
+        ["tensor", "stage"],
+        [name, "55.4", "kB"],
+        ["end"],
+    ]
 
 
 def test_what_dynamo_adds_to_an_error_does_not_follow_the_remedy(

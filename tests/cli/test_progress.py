@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
 import threading
 
 import pytest
@@ -18,13 +20,15 @@ def test_long_work_says_what_it_does(terminal: bool, monkeypatch: pytest.MonkeyP
     said = io.StringIO()
     console = Console(file=said, force_terminal=terminal, width=80)
     begun = {thread.ident for thread in threading.enumerate()}
-    with Progress(console) as bar:
+    streams = sys.stdout, sys.stderr
+    with Progress(console) as bar, contextlib.redirect_stdout(sys.stderr):  # as `explain` does
         bar.expect(2)
         bar.step("tracing the model")
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer) and thread.ident not in begun:
                 thread.join()
         bar.step("running the passes")
+    assert (sys.stdout, sys.stderr) == streams
     assert ("running the passes" in said.getvalue()) == terminal
 
 

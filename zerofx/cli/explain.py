@@ -20,7 +20,7 @@ from zerofx.debug.explain_text import as_data, as_text, why_data, why_text
 from zerofx.debug.explanation import Explanation, explain_model, explanation_of
 from zerofx.debug.outcome import Setting
 from zerofx.debug.record import Recorder, captured_of
-from zerofx.debug.script import run_script
+from zerofx.debug.script import Run, run_script
 from zerofx.errors import ConfigError
 from zerofx.frontend.constructors import construct
 from zerofx.frontend.planner import DATACENTER_GPU, Machine
@@ -35,10 +35,12 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Explain; a check fails if the programs do not fit into `--memory`."""
     is_script = args.script.endswith(".py")
     _refuse_misplaced(args, is_script)
+    is_first = not int(os.environ.get("RANK", 0))
     with contextlib.redirect_stdout(sys.stderr):  # whatever the user's code prints
-        found = (_script if is_script else _target)(args, progress)
-    if int(os.environ.get("RANK", 0)):
-        return Answer(None, (), silent=True)
+        done = _run(args, progress) if is_script else None
+        if not is_first:
+            return Answer(None, (), silent=True)
+        found = _target(args, progress) if done is None else _script(args, done, progress)
     if args.why is not None:
         asked = found.why(args.why)
         return Answer(why_data(asked), (why_text(asked),))
@@ -96,10 +98,13 @@ def _target(args: argparse.Namespace, progress: Progress) -> Explanation:
     )
 
 
-def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
+def _run(args: argparse.Namespace, progress: Progress) -> Run:
     path = Path(args.script)
     progress.step(f"running {path.name}")
-    done = run_script(path, args.args)
+    return run_script(path, args.args)
+
+
+def _script(args: argparse.Namespace, done: Run, progress: Progress) -> Explanation:
     session = done.recorder.session
     assert session is not None
     ranks = done.measured.num_ranks
@@ -108,7 +113,7 @@ def _script(args: argparse.Namespace, progress: Progress) -> Explanation:
         session.config, num_ranks_of(args, ranks if ranks > 1 else _RANKS), machine, args.memory
     )
     return explanation_of(
-        path.name,
+        Path(args.script).name,
         setting,
         captured_of(
             done.recorder.graphs, done.breaks, done.seen, left_out=_left_out(done.recorder)

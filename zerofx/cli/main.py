@@ -22,6 +22,8 @@ from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
 from zerofx.errors import ConfigError, ZeroFxError
 
+_WIDEST = 1 << 16  # a table is never wider
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole tree of arguments."""
@@ -80,13 +82,14 @@ def _print(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(answer.data, indent=2))
         return
-    console = Console()
+    # Names and code are the user's, and scripts and shells read text whole: nothing is taken for
+    # markup, wrapped, or cut, so that a table is as wide as it is.
+    console = Console(markup=False, emoji=False, highlight=False)
+    widest = console.options.update(max_width=_WIDEST)
     for each in answer.text:
-        # Scripts and shells read unstyled text whole: it is never wrapped or marked up.
-        if isinstance(each, str):
-            console.print(each, markup=False, highlight=False, soft_wrap=True)
-        else:
-            console.print(each)
+        if not isinstance(each, str):
+            console.width = console.measure(each, options=widest).maximum
+        console.print(each, soft_wrap=True)
 
 
 def _block(command: str, error: Exception, debug: bool) -> str:

@@ -24,6 +24,9 @@ class Progress:
             progress.TimeElapsedColumn(),
             console=console,
             transient=True,
+            # It would put streams back that were others when it appeared.
+            redirect_stdout=False,
+            redirect_stderr=False,
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=None)
