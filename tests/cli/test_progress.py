@@ -16,7 +16,7 @@ from zerofx.cli.progress import Progress
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_long_work_says_what_it_does(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "_PATIENCE", 0.2)
     said = io.StringIO()
     console = Console(file=said, force_terminal=terminal, width=80)
     begun = {thread.ident for thread in threading.enumerate()}
