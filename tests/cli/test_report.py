@@ -93,6 +93,15 @@ def test_a_folder_is_no_page(dump: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "is a folder" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "page.html.partial").mkdir()
+    assert main(["report", str(dump), "-o", str(tmp_path / "page.html")]) == 2
+    said = capsys.readouterr().err
+    assert "the page cannot be written: " in said and "-o FILE" in said
+
+
 def test_data_cannot_end_its_script(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"version": 2, "x": "</script>{{script}}"}))
     assert "</script>{{script}}" not in build_page(tmp_path)

@@ -25,7 +25,8 @@ from zerofx.passes.pipelines import pipeline
 def dump(folder: Path, number: int = 0, **options: Any) -> Path:
     """The dump of a small model, compiled without ranks."""
     passes = pipeline(ZeroConfig(stage=3, **options), 1)
-    observer = dump_for(str(folder), number, passes, Setting(machine_of("cpu"), 2, fused=False))
+    setting = Setting(machine_of("cpu"), 2, fused=False)
+    observer = dump_for(str(folder), lambda: number, passes, setting)
     assert observer is not None
 
     def run(program: Program) -> Program:

@@ -39,7 +39,7 @@ def machine_of(args: argparse.Namespace, otherwise: Machine = DATACENTER_GPU) ->
 
 def _read(path: Path) -> Machine:
     try:
-        return loads_machine(path.read_text())
+        return loads_machine(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--machine {path}: {error}",

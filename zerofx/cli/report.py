@@ -56,7 +56,13 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
         raise ConfigError(f"{args.output.parent} is no folder", "name a file in one that exists")
     if args.output is not None and args.output.is_dir():
         raise ConfigError(f"{args.output} is a folder", f"name a file in it: {NAME}")
-    page = write_page(args.dump, args.output)
+    try:
+        page = write_page(args.dump, args.output)
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be written: {error.filename}: {error.strerror}",
+            "name a file that you may write to: -o FILE",
+        ) from error
     data = {"page": str(page), "programs": [dataclasses.asdict(each) for each in headlines]}
     return Answer(data, (*map(str, headlines), f"written to {page}"))
 

@@ -10,6 +10,7 @@ from typing import Any
 from zerofx.debug.reports import read_report
 from zerofx.errors import ConfigError
 from zerofx.ir.text import diff
+from zerofx.page.build import find_reports
 
 Program = Mapping[str, Any]
 _COUNTS = {
@@ -48,7 +49,7 @@ def compare(one: Path, other: Path) -> list[Difference]:
             dump, and the other one graph.
     """
     if one.is_file() and other.is_file():
-        text = diff(one.read_text(), other.read_text())
+        text = diff(one.read_text("utf-8"), other.read_text("utf-8"))
         return [Difference("", (), text)] if text else []
     mine, theirs = _programs(one), _programs(other)
     if (one / "report.json").is_file() is not (other / "report.json").is_file():
@@ -71,21 +72,14 @@ def compare(one: Path, other: Path) -> list[Difference]:
 
 def _programs(root: Path) -> dict[str, dict[str, Any]]:
     """Reports of all programs below `root`, with their texts after each pass and at the end."""
-    reports = sorted(root.glob("graph*/report.json"), key=lambda path: int(path.parent.name[5:]))
-    if (root / "report.json").is_file():
-        reports = [root / "report.json"]
-    if not reports:
-        raise ConfigError(
-            f"{root} holds no dump", "name a folder that ZEROFX_DUMP wrote, or two text files"
-        )
     out: dict[str, dict[str, Any]] = {}
-    for path in reports:
+    for path in find_reports(root):
         for program in read_report(path)["programs"]:
             folder = path.parent / program["region"]
             texts = sorted(folder.glob("[0-9][0-9][0-9]_*.txt"))
             if not texts:
                 raise ConfigError(f"{folder} holds no program", "dump it again with this zerofx")
-            stages = {text.stem[4:]: text.read_text() for text in texts}
+            stages = {text.stem[4:]: text.read_text("utf-8") for text in texts}
             prefix = "" if path.parent == root else f"{path.parent.name}/"
             out[prefix + program["region"]] = {
                 **program,

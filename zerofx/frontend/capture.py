@@ -20,7 +20,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.bodies import write_out_regions
-from zerofx.frontend.dump import dump_for, folder_of
+from zerofx.frontend.dump import Dump, dump_for, folder_of
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.kept_reads import copies_kept, keep_reads
@@ -66,6 +66,10 @@ _unused: list[int] = []
 """Numbers of graphs that Dynamo took back."""
 
 
+def _number() -> int:
+    return _unused.pop() if _unused else next(_numbers)
+
+
 class Capture:
     """The programs of one Dynamo graph.
 
@@ -101,17 +105,19 @@ class Capture:
         self._setting = _setting(config, session)
         self._journal = session.journal if session else None
         self._axes = session.axes if session else None
-        readers = [watcher] if watcher else []
-        self._number = _unused.pop() if _unused else next(_numbers)
-        folder = folder_of(config.dump, config.mesh)
-        self._dump = dump_for(folder, self._number, self.passes, self._setting, readers)
+        # Of a rehearsal, which `cut` is, nobody else is told.
+        self._dump = Dump(0, self.passes, [watcher], self._setting) if watcher else None
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
+        readers = [self._watcher] if self._watcher else []
+        folder = folder_of(self.config.dump, self.config.mesh)
+        self._dump = dump_for(folder, _number, self.passes, self._setting, readers)
         try:
             return self._compile(module, example_inputs)
         except DynamoStartsAgain:
-            _unused.append(self._number)
+            if self._dump is not None:
+                _unused.append(self._dump.number)
             raise
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from zerofx.frontend.standalone import standalone
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
-from zerofx.page.build import write_page
+from zerofx.page.build import graph_folders, write_page
 from zerofx.passes.base import Pass
 from zerofx.runtime.members import ranks_of
 from zerofx.torch_private import is_tracing, trace_artifact
@@ -61,8 +62,11 @@ class Reader(Protocol):
 class Dump:
     """The observer of all programs of one Dynamo graph.
 
+    Attributes:
+        number: which of those of this process that somebody looks at.
+
     Args:
-        number: which Dynamo graph of this process.
+        number: see there.
         passes: the pipeline.
         readers: who is told.
         setting: where the programs run.
@@ -71,7 +75,7 @@ class Dump:
     def __init__(
         self, number: int, passes: Sequence[Pass], readers: Sequence[Reader], setting: Setting
     ) -> None:
-        self._number = number
+        self.number = number
         self._setting = setting
         self._ended: Break | None = None
         self._held = NOTHING_HELD
@@ -112,12 +116,12 @@ class Dump:
         found = self._predict(program)
         self._programs[region] = entry = describe_program(program, self._ran[region], found)
         programs = list(self._programs.values())
-        report = describe_graph(self._number, program.stage, programs, self._setting, self._ended)
+        report = describe_graph(self.number, program.stage, programs, self._setting, self._ended)
         try:
             python = standalone(program)
         except UnsupportedError as error:
             python = f'"""This program cannot run on its own: {error}"""\n'
-        done = Finished(region, f"graph {self._number}: {_summary(entry)}", report, python)
+        done = Finished(region, f"graph {self.number}: {_summary(entry)}", report, python)
         for reader in self._readers:
             reader.finished(done)
 
@@ -149,7 +153,7 @@ class Dump:
 
 def dump_for(
     folder: str,
-    number: int,
+    number: Callable[[], int],
     passes: Sequence[Pass],
     setting: Setting,
     readers: Sequence[Reader] = (),
@@ -158,7 +162,7 @@ def dump_for(
 
     Args:
         folder: into which this rank writes; empty for none.
-        number: which Dynamo graph of this process.
+        number: gives the graph its number, if somebody wants to know.
         passes: the pipeline.
         setting: where the programs run.
         readers: who else wants to know.
@@ -167,13 +171,16 @@ def dump_for(
         ConfigError: nothing can be written into the folder.
     """
     told = list(readers)
-    if folder:
-        told.append(_Folder(_made(Path(folder), number)))
     if is_tracing():
         told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):
         told.append(_Log())
-    return Dump(number, passes, told, setting) if told and passes else None
+    if not passes or not (told or folder):
+        return None  # a graph without parameters has no programs of ours
+    taken = number()
+    if folder:
+        told.insert(len(readers), _Folder(_made(Path(folder), taken)))
+    return Dump(taken, passes, told, setting)
 
 
 def folder_of(folder: str, mesh: DeviceMesh | None) -> str:
@@ -188,18 +195,24 @@ def folder_of(folder: str, mesh: DeviceMesh | None) -> str:
 
 def _made(folder: Path, number: int) -> Path:
     """The folder of one graph. Graphs from there on are an older run's: they go."""
-    try:
-        for old in folder.glob("graph*"):
-            if old.name[5:].isdecimal() and int(old.name[5:]) >= number:
+    with _writing(folder):
+        for place, old in graph_folders(folder).items():
+            if place >= number:
                 _clear(old)
         made = folder / f"graph{number}"
         made.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"option dump: nothing can be written into {folder}: {error.strerror}",
-            "name a folder that this rank may write to",
+            "name a folder that this rank may write to, with room on its disk",
         ) from error
-    return made
 
 
 def _clear(graph: Path) -> None:
@@ -230,23 +243,30 @@ class _Folder:
 
     def passed(self, region: str, stem: str, before: str, text: str) -> None:
         folder = self.root / region
-        if not before:
-            _clear_region(folder)  # a program that begins anew may have other passes
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{stem}.txt").write_text(text)
-        if before:
-            (folder / f"{stem}.diff").write_text(diff(before, text))
+        with _writing(self.root):
+            if not before:
+                _clear_region(folder)  # a program that begins anew may have other passes
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / f"{stem}.txt", text)
+            if before:
+                _write(folder / f"{stem}.diff", diff(before, text))
 
     def finished(self, done: Finished) -> None:
-        (self.root / done.region / "program.py").write_text(done.python)
-        (self.root / "report.json").write_text(json.dumps(done.report, indent=1) + "\n")
-        if done.region != Region.JOINT.value:
-            write_page(self.root.parent)
+        with _writing(self.root):
+            _write(self.root / done.region / "program.py", done.python)
+            _write(self.root / "report.json", json.dumps(done.report, indent=1) + "\n")
+            if done.region != Region.JOINT.value:
+                write_page(self.root.parent)
 
     def measured(self, region: str, times: Mapping[str, Any]) -> None:
         # Apart from the report, which is the same on every run.
-        (self.root / region / "measured.json").write_text(json.dumps(times, indent=1) + "\n")
-        write_page(self.root.parent)
+        with _writing(self.root):
+            _write(self.root / region / "measured.json", json.dumps(times, indent=1) + "\n")
+            write_page(self.root.parent)
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
 
 
 class _Trace:

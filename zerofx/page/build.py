@@ -14,6 +14,7 @@ from zerofx.errors import ConfigError
 NAME = "report.html"
 """Where a dump has its page."""
 
+_GRAPH = re.compile("graph(0|[1-9][0-9]*)")
 _REMEASURE = "delete it, or run the program again"
 _SCRIPTS = ("format", "step", "lanes", "memory", "tables", "program", "passes", "main")
 
@@ -58,10 +59,17 @@ def find_reports(dump: Path) -> list[Path]:
     """
     if (dump / "report.json").is_file():
         return [dump / "report.json"]
-    found = sorted(dump.glob("graph*/report.json"), key=lambda path: int(path.parent.name[5:]))
+    reports = (folder / "report.json" for folder in graph_folders(dump).values())
+    found = [report for report in reports if report.is_file()]
     if not found:
         raise ConfigError(f"{dump} holds no dump", "name a folder that ZEROFX_DUMP wrote")
     return found
+
+
+def graph_folders(dump: Path) -> dict[int, Path]:
+    """The folders `graph<N>` of a dump by number, in order; others are the user's."""
+    named = ((_GRAPH.fullmatch(folder.name), folder) for folder in dump.glob("graph*"))
+    return dict(sorted((int(match[1]), folder) for match, folder in named if match))
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
