@@ -65,6 +65,20 @@ def test_pass_that_fails_is_named_with_those_that_ran() -> None:
         run_passes(read_twice(), [MergeUnshards(), Crash()])
     assert "ran before it: merge_unshards" in str(caught.value)
     assert "no such bucket" in str(caught.value)
+    assert "disable it with" in caught.value.remedy
+
+
+@dataclasses.dataclass(frozen=True)
+class MustCrash(Crash):
+    """As a pass without which a program would be wrong."""
+
+    mandatory: ClassVar[bool] = True
+
+
+def test_a_mandatory_pass_that_fails_cannot_be_disabled() -> None:
+    with pytest.raises(PassError) as caught:
+        run_passes(read_twice(), [MustCrash()])
+    assert caught.value.remedy == f"repair MustCrash in {__name__}"
 
 
 def test_passes_of_other_regions_are_skipped() -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from zerofx.errors import ConfigError
 from zerofx.ir.text import diff
+from zerofx.passes.schedule import Schedule
 
 _MOST_NAMES = 20
 _TOKEN = re.compile(r"[%\w.#–]+")
+_CALLED = re.compile(r"(free|keep)\((?:full\.)?(.+?)(?:, |\)$|\)  #)")
 _DONE, _NOT_DONE = ("kept: ", "codes: "), ("freed: ", "numbers: ")
 
 
@@ -66,21 +68,30 @@ def why(
     Raises:
         ConfigError: no program has such a node; the nearest names are shown.
     """
-    wanted, _, node = name.rpartition(":")
+    # Names of modules may have colons, too.
+    wanted = next((region for region in texts if name.startswith(f"{region}:")), "")
+    node = name.removeprefix(f"{wanted}:")
     found: list[Why] = []
     known: list[str] = []
     for region, after in texts.items():
+        if region not in reports:
+            continue
         final = list(after.values())[-1]
         lines = [line for line in final.splitlines()[1:] if not line.startswith("  ")]
-        names = [_name_of(line) for line in lines]
-        known += [f"{region}:{each}" if wanted else each for each in names if each]
-        if wanted in ("", region) and node in names and region in reports:
+        names = _names_in(reports[region])
+        known += [f"{region}:{each}" if wanted else each for each in names]
+        if wanted in ("", region) and node in names:
             place = names.index(node)
             decided = tuple(_decisions(node, lines[place], after, reports[region]))
             found.append(Why(region, lines[place], (place + 1, len(lines)), decided))
     if not found:
         raise ConfigError(f"no program has a node {name!r}", _hint(name, known))
     return found
+
+
+def _names_in(report: Mapping[str, Any]) -> list[str]:
+    """Of the nodes of a finished program: its lines but for those of its outputs."""
+    return [each["name"] for each in report["nodes"]]
 
 
 def reasons_in(plan: Any) -> Iterator[tuple[str, str]]:
@@ -107,33 +118,34 @@ def _decisions(
     about = _about(node, line, report)
     kind = node.partition(".")[0]
     before = ""
+    names = frozenset(_names_in(report))
     by_name = {each["name"]: each["plan"] for each in report["passes"]}
     for name, text in after.items():
         plan = by_name.get(name)
-        made = _line_of(node, text) and not _line_of(node, before)
+        made = _has(node, text, names) and not _has(node, before, names)
         if made and before:
             yield Decision(name, True, "put it into the program")
         for what, reason in reasons_in(plan):
             if _concerns(what, node, about, kind):
-                yield Decision(name, *_said(what, reason))
-        if not made and before and (moved := _moved(node, before, text)):
+                yield Decision(name, *_said(name, what, reason))
+        if not made and before and (moved := _moved(node, before, text, names)):
             yield Decision(name, True, moved)
         before = text
 
 
-def _said(what: str, reason: str) -> tuple[bool, str]:
+def _said(by: str, what: str, reason: str) -> tuple[bool, str]:
     """A reason in words, and whether it is for something that was done."""
     if reason.startswith((*_DONE, *_NOT_DONE)):
         return reason.startswith(_DONE), reason
     if what.partition(":")[2]:
         bucket, _, starts = what.partition(": ")
         return True, f"bucket {bucket} of {starts.count(',') + 1}, which ends here because {reason}"
-    return False, f"does not start earlier: {reason}"
+    return False, f"does not start earlier: {reason}" if by == Schedule.name else reason
 
 
 def _concerns(what: str, node: str, about: set[str], kind: str) -> bool:
     """Whether a reason is about this node: by its name, or by a parameter of its kind."""
-    named = set(_TOKEN.findall(what))
+    named = set(re.split(": |, ", what))
     if node in named:
         return True
     prefixed = {f"{kind}.{param}" for param in about}
@@ -148,7 +160,7 @@ def _concerns(what: str, node: str, about: set[str], kind: str) -> bool:
 def _about(node: str, line: str, report: Mapping[str, Any]) -> set[str]:
     """The parameters that a node is about."""
     kind, _, rest = node.partition(".")
-    rest = rest.partition("#")[0]
+    rest = re.sub(r"#\d+$", "", rest)
     for each in report["collectives"]:
         params = {member["param"] for member in each["members"]}
         if each["kind"] == kind and (each["bucket"] == rest or params == {rest}):
@@ -156,34 +168,39 @@ def _about(node: str, line: str, report: Mapping[str, Any]) -> set[str]:
     return {rest} if rest else set(re.findall(r"param=(\S+)", line))
 
 
-def _moved(node: str, before: str, after: str) -> str:
+def _moved(node: str, before: str, after: str, names: Set[str]) -> str:
     """Between which lines a pass has put it."""
     changed = diff(before, after)
     lines = [line[1:] for line in changed.splitlines() if line.startswith("+")]
-    if not any(_name_of(line) == node for line in lines):
+    if not any(_name_of(line, names) == node for line in lines):
         return ""
-    all_lines = after.splitlines()
-    place = next(i for i, line in enumerate(all_lines) if _name_of(line) == node)
-    following = next((n for line in all_lines[place + 1 :] if (n := _name_of(line))), "the end")
+    all_lines = [_name_of(line, names) for line in after.splitlines()]
+    following = next((name for name in all_lines[all_lines.index(node) + 1 :] if name), "the end")
     return f"put it before {following}"
 
 
-def _line_of(node: str, text: str) -> str:
-    return next((line for line in text.splitlines() if _name_of(line) == node), "")
+def _has(node: str, text: str, names: Set[str]) -> bool:
+    return any(_name_of(line, names) == node for line in text.splitlines())
 
 
-def _name_of(line: str) -> str:
-    """`full.w` of `full.w: f32[4] = …`; `free(full.w)` names what it frees: `free.w`."""
-    head = line.partition(" = ")[0].partition("  #")[0].partition(":")[0].strip()
-    called = re.match(r"(free|keep)\((?:full\.)?([^,)]+)", line)
+def _name_of(line: str, names: Set[str]) -> str:
+    """`full.w` of `full.w: f32[4] = …`; `free(full.w)` names what it frees: `free.w`.
+
+    Args:
+        line: of the program after any pass.
+        names: in the finished program, where modules may be called anything.
+    """
+    head = line.partition(" = ")[0].partition("  #")[0].partition(": ")[0].strip()
+    called = _CALLED.match(line)
     if called:
         return f"{called[1]}.{called[2]}"
-    return head if _TOKEN.fullmatch(head) and head != "return" else ""
+    return head if head in names or (_TOKEN.fullmatch(head) and head != "return") else ""
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
+    known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, n=3)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    starts = [each for each in dict.fromkeys(known) if "." in each][:_MOST_NAMES]
+    starts = [each for each in known if "." in each][:_MOST_NAMES]
     return "--until schedule prints the program; nodes are named as " + ", ".join(starts)

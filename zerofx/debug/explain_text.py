@@ -18,6 +18,7 @@ from zerofx.passes.quantize_unshards import QuantizeUnshards
 
 _WIDTH = 100
 _MOST_ROWS = 6
+_MOST_NAME = {False: 62, True: 44}  # beside the columns of bytes, which are three more on wires
 _MOST_PLACES = 4
 
 
@@ -214,22 +215,27 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
         return
     worst = sorted(found, key=lambda each: -each.exposed)
     shown, rest = worst[:_MOST_ROWS], worst[_MOST_ROWS:]
-    longest = max(len(each.name) + (5 if each.runs != 1 else 0) for each in shown)
-    width = max(len("collective"), min(44, longest))
     wires = any(each.scale_bytes or each.across_bytes for each in found)
+    names = [_named(each, _MOST_NAME[wires]) for each in shown]
+    width = max(map(len, ("collective", *names)))
     more = f" {'scales':>8} {'inside':>8} {'across':>8}" if wires else ""
     yield f"{'collective':<{width}}  {'in':<8} {'sends':>8}{more} {'hidden':>8} {'exposed':>8}" + (
         "  as" if wires else ""
     )
-    for each in shown:
-        often = "" if each.runs == 1 else f" ×{each.runs:.3g}"
-        name = each.name[: width - len(often)] + often
+    for name, each in zip(names, shown, strict=True):
         yield _collective(name.ljust(width), each.region, [each], wires)
     if rest:
         yield _collective(f"{len(rest)} others".ljust(width), "", rest, wires)
     yield _collective("all".ljust(width), "", found, wires)
     if wires:
         yield "inside and across a rank's node, if messages take two hops; scales are part of sends"
+
+
+def _named(found: CollectiveTime, most: int) -> str:
+    """Its name, whole if it fits, and how often it runs."""
+    often = "" if found.runs == 1 else f" ×{found.runs:.3g}"
+    room = most - len(often)
+    return (found.name if len(found.name) <= room else f"{found.name[: room - 1]}…") + often
 
 
 def _collective(name: str, region: str, found: Sequence[CollectiveTime], wires: bool) -> str:

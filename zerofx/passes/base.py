@@ -96,10 +96,12 @@ def run_passes(
 def _failure(each: Pass, program: Program, done: Sequence[str], error: Exception) -> PassError:
     module = type(each).__module__
     ours = module.partition(".")[0] == __name__.partition(".")[0]
+    remedy = "report this" if ours else f"repair {type(each).__qualname__} in {module}"
+    if not each.mandatory:
+        remedy = f"disable it with options={{'disable': ('{each.name}',)}} and {remedy}"
     return PassError(
         f"pass {each.name} failed on the {program.region.value} program: "
         f"{type(error).__name__}: {error}",
-        f"disable it with options={{'disable': ('{each.name}',)}} and "
-        + ("report this" if ours else f"repair {type(each).__qualname__} in {module}"),
+        remedy,
         [f"ran before it: {name}" for name in done],
     )
