@@ -81,6 +81,7 @@ CUT: dict[str, Function] = {
         _heads(h), *[_heads(t[..., None] * w[0])] * 2
     ),
     "attention without heads": lambda h, w, t: F.scaled_dot_product_attention(h, h * 2, h),
+    "cat of nothing": lambda h, w, t: torch.cat((h.new_empty(0), h, h), -1),
     "no losses": lambda h, w, t: _cross_entropy(h, t, reduction="none"),
     "sum of losses": lambda h, w, t: _cross_entropy(h, t, reduction="sum"),
     "weighted": lambda h, w, t: _cross_entropy(h, t, weight=w[0].exp().detach()),
@@ -122,6 +123,14 @@ WHOLE: dict[str, Function] = {
     ),
     "attention of whole": lambda h, w, t: F.scaled_dot_product_attention(
         _heads(t[..., None] * w[0]), *[_heads(h)] * 2
+    ),
+    "attention of three rows": lambda h, w, t: F.scaled_dot_product_attention(
+        *[torch.cat((h, h[:1]))] * 3
+    ),
+    "named length": lambda h, w, t: h.narrow(1, 0, LENGTH) * h.split([LENGTH], 1)[0],
+    "unfolded": lambda h, w, t: h.unfold(1, LENGTH, 1).cos(),
+    "counted words": lambda h, w, t: F.embedding(
+        (h[..., 0] > 0).long(), w, scale_grad_by_freq=True
     ),
     "written to whole": lambda h, w, t: _filled(h),
     "gathered twice": lambda h, w, t: _written_between(h),

@@ -121,6 +121,9 @@ CASES: dict[str, Callable[[], Any]] = {
         lambda h, _: F.alpha_dropout(h.mean(1), training=True).sum()
     )(_ids()),
     'does not go with backend="zero"': lambda: _compiled(_attend, stage="")(_ids()),
+    "different models\n  - rank 0: detect_anomaly False, sequence_parallel 1": lambda: _compiled(
+        lambda h, _: h.sum(), 1 + dist.get_rank()
+    )(_ids()),
     "2 ranks cannot form groups of sequence_parallel=3": lambda: _compiled(_attend, 3)(_ids()),
 }
 

@@ -28,6 +28,8 @@ def attend(at: Editor, node: fx.Node) -> Result | None:
     if ndim < 3 or not alike or at.cut(query) != Cut(ndim + _POSITIONS):
         return None
     size, heads = at.place.size, at.shape(query)[_HEADS]
+    if heads % size and ndim == 3:
+        return None  # rows of a batch, of which one may have any number
     if heads % size:
         raise at.refusal(
             node,

@@ -175,12 +175,8 @@ class _Division:
     def _enter(self, node: fx.Node, cut: Cut | None) -> None:
         """Compute a node on fake values: are they what the rule says?"""
         at = self.at
-        ours, wholes = tensors_in(at.run(node)), tensors_in(at.whole(node))
-        for value, whole in zip(ours, wholes, strict=True):
-            shape = tuple(whole.shape)
-            want = shape if cut is None else cut.local(shape, at.place.size)
-            if tuple(value.shape) != want or value.dtype != whole.dtype:
-                raise at.refusal(node, f"computes {tuple(value.shape)}, not {want}", "report this")
+        if wrong := at.unlike(node, cut):
+            raise at.refusal(node, wrong, "report this")
         node.meta["example_value"] = at.values[node]
         if cut is not None:
             at.cuts[node] = cut

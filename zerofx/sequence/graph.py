@@ -19,6 +19,7 @@ from zerofx.torch_private import (
     map_tensors,
     memory_of,
     own_positions,
+    tensors_in,
 )
 
 Result = tuple[fx.Node, "Cut | None"]
@@ -126,8 +127,9 @@ class Editor:
             cut: how it would have to be cut; `None`: it does not have their dimension.
             size: of their dimension, as a whole.
         """
-        if cut is None or self.shape(node)[cut.dim] != size:
-            return self.gathered(node)  # it is broadcast
+        shape = self.shape(node)
+        if cut is None or cut.dim >= len(shape) or shape[cut.dim] != size:
+            return self.gathered(node)  # it is broadcast, or the empty one of `cat`
         return node if self.cut(node) == cut else self.sliced(self.gathered(node), cut)
 
     def gathered(self, node: fx.Node) -> fx.Node:
@@ -207,6 +209,26 @@ class Editor:
         with self.mode, torch.no_grad():
             self.values[node] = call(node, *arguments)
         return self.values[node]
+
+    def unlike(self, node: fx.Node, cut: Cut | None) -> str:
+        """How what a node computes is not what a rule says; empty if it is."""
+        for value, whole in zip(
+            tensors_in(self.run(node)), tensors_in(self.whole(node)), strict=True
+        ):
+            shape = tuple(whole.shape)
+            want = shape if cut is None else cut.local(shape, self.place.size)
+            if tuple(value.shape) != want or value.dtype != whole.dtype:
+                return f"computes {tuple(value.shape)}, not {want}"
+        return ""
+
+    def fits(self, node: fx.Node, cut: Cut) -> bool:
+        """Whether an operation, as it is written, computes from parts what a rule says."""
+        try:
+            return not self.unlike(node, cut)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        finally:
+            self.values.pop(node, None)
 
     def refusal(self, node: fx.Node, what: str, remedy: str = "") -> UnsupportedError:
         """An error that names a node and its module."""

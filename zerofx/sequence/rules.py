@@ -90,6 +90,11 @@ def _product(at: Editor, node: fx.Node) -> Result | None:
     return by_equation(at, node, PRODUCTS[name_of(node)])
 
 
+def _embedding(at: Editor, node: fx.Node) -> Result | None:
+    counts = argument(node, 5, "scale_grad_by_freq", False)  # words of the whole sequence
+    return None if counts else _product(at, node)
+
+
 def _einsum(at: Editor, node: fx.Node) -> Result | None:
     equation = str(node.args[0]).replace(" ", "").replace("...", "*")
     unknown = "->" not in equation or ("*" in equation and not equation.islower())
@@ -135,8 +140,10 @@ def _view(at: Editor, node: fx.Node, name: str) -> Result | None:
             found = through_view(cut, at.whole(operands[0]), view)
     except RuntimeError:  # no view of a tensor that lies so
         return None
-    if found is None or name not in _EXPANSIONS:
-        return None if found is None else (node, found)
+    if found is None:
+        return None
+    if name not in _EXPANSIONS:  # arguments may be positions, or a length: those of the whole
+        return (node, found) if at.fits(node, found) else None
     local = found.local(at.shape(node), at.place.size)
     return at.replace(node, "expand", (operands[0], local)), found
 
@@ -212,6 +219,7 @@ def _lookup(at: Editor, node: fx.Node) -> Result | None:
 
 _NAMED: dict[str, Callable[[Editor, fx.Node], Result | None]] = {
     **dict.fromkeys(PRODUCTS, _product),
+    "embedding": _embedding,
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_ALONG, _along),
     "einsum": _einsum,

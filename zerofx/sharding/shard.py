@@ -185,7 +185,7 @@ def _compare_plans(
         head,
         f"accumulate {options.accumulate}, small below {session.least_sharded}",
         f"disabled passes {sorted(options.disable)}, broadcast {options.broadcast_buffers}",
-        f"detect_anomaly {options.detect_anomaly}",
+        f"detect_anomaly {options.detect_anomaly}, sequence_parallel {options.sequence_parallel}",
         *passes,
         f"parameters in {options.param_dtype}, reduced in {options.reduce_dtype}",
     ]
