@@ -48,12 +48,19 @@ class Counting(Optimizer):
     def __init__(self, params: Any, lr: float = 0.1, where: str = "group") -> None:
         super().__init__(params, {"lr": lr})
         self.where, self.number, self.tensor = where, 0, torch.zeros(())
+        self.held: dict[str, list[int]] = {"its list": [0]}
 
     def _count(self, group: dict[str, Any]) -> int:
         """One more than in the last step, if it is kept until then."""
         if self.where == "itself":
             self.number += 1
             return self.number
+        if self.where in ("its list", "list in group"):
+            held = (
+                group.setdefault("count", [0]) if "group" in self.where else self.held[self.where]
+            )
+            held[0] += 1
+            return held[0]
         if self.where == "its tensor":
             return int(self.tensor.add_(1))
         if self.where == "state":  # as MADGRAD does
@@ -87,7 +94,7 @@ KINDS: dict[str, tuple[Callable[..., Optimizer], Callable[[nn.Module], list[nn.P
     "shampoo": (Shampoo, lambda model: list(model.parameters())),
     **{
         f"counting in {where}": (partial(Counting, where=where), lambda m: list(m.parameters()))
-        for where in ("group", "tensor in group", "state")
+        for where in ("group", "tensor in group", "list in group", "state")
     },
 }
 STEPS = 4

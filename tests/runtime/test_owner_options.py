@@ -27,6 +27,7 @@ from zerofx.errors import ShardingError, UnsupportedError
 COUNTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "group": lambda saved: saved["param_groups"][0]["count"],
     "tensor in group": lambda saved: saved["param_groups"][0]["count"],
+    "list in group": lambda saved: saved["param_groups"][0]["count"][0],
     "state": lambda saved: saved["state"]["k"],
 }
 
@@ -142,6 +143,7 @@ def _does_not_fit(where: str, message: str) -> None:
     [
         ("itself", "remembers what is lost\n  - number"),
         ("its tensor", "remembers what is lost\n  - tensor"),
+        ("its list", "remembers what is lost\n  - held"),
         ("state of its tensor", "state of tensors that are no parameters"),
         ("norms", "owners wrote different values to group 0"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from zerofx.errors import ShardingError
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.handles import states_by_param
-from zerofx.runtime.owner_options import Written, changes, everyones, merged, numbers_of, seen, tell
+from zerofx.runtime.owner_options import Written, changes, everyones, memory_of, merged, seen, tell
 from zerofx.runtime.owner_probe import looks_at_others
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
@@ -59,9 +60,10 @@ class OwnerOptimizer(Optimizer):
         prototype = optimizer_class(params, **options)
         super().__init__(prototype.param_groups, prototype.defaults)
         self._writes: bool | None = None  # to its groups: the first step tells
+        self._places: dict[Tensor, int] = {}  # owners of parameters, which have their state
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"_optimizer_class": self._optimizer_class, "_options": self._options}
+        mine = {name: vars(self)[name] for name in ("_optimizer_class", "_options", "_places")}
         return {**super().__getstate__(), **mine, "_writes": None}
 
     @torch.no_grad()
@@ -97,16 +99,46 @@ class OwnerOptimizer(Optimizer):
             for (state, owner), whole, grad in zip(ready, whole_values, whole_grads, strict=True)
             if owner == session.axes.shard.rank
         }
-        # Zeros, of which a step makes state before a checkpoint is loaded, tell nothing.
-        tells = self._writes is None and any(bool(grad.any()) for _, grad in mine.values())
-        joint = tells and self._looks_at_others(mine)
-        nothing = Written([None] * (len(self.param_groups) + 1), [], joint)
-        wrote = nothing if joint or not mine else self._update(mine)
-        self._share(dataclasses.replace(wrote, tells=tells), session.axes.shard)
+        self._step_over(mine, session.axes.shard)
         for state, _ in ready:
             self.state.setdefault(state.param, {})  # alike on all ranks, owners or not
         exchange(session, from_owners, "parameters", whole_values, values)
         return loss
+
+    def _step_over(self, mine: dict[Tensor, tuple[Tensor, Tensor]], comm: Comm) -> None:
+        """Update what this rank owns; ranks that are told what was written hear of errors."""
+        # Zeros, of which a step makes state before a checkpoint is loaded, tell nothing.
+        tells = self._writes is None and any(bool(grad.any()) for _, grad in mine.values())
+        joint = tells and self._looks_at_others(mine)
+        wrote = Written([None] * (len(self.param_groups) + 1), [], joint)
+        try:
+            if mine and not joint:
+                wrote = self._update(mine)
+        except Exception as error:
+            if self._writes is not False:
+                said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+                tell(dataclasses.replace(wrote, error=said), comm)
+            raise
+        self._share(dataclasses.replace(wrote, tells=tells), comm)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer itself loads it: some keep values in dtypes of their own."""
+        given: list[dict[str, Any]] = []
+
+        def take_over(_: Optimizer) -> None:
+            groups = [_options_of(group) for group in self.param_groups]
+            inner = self._optimizer_class(groups, **self._options)
+            inner.load_state_dict(given[-1])
+            self.state = inner.state
+
+        # After hooks of others that change it, and before those that look at what came of it.
+        before = self.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+        after = self.register_load_state_dict_post_hook(take_over, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's; tensors of the state are `DTensor`s. Every rank must call it."""
@@ -134,10 +166,19 @@ class OwnerOptimizer(Optimizer):
                 [f"a plain parameter of shape {shape}" for shape in strange],
             )
         session = sessions.pop()
-        sizes = [[param.numel() for param in group["params"]] for group in self.param_groups]
-        owners = assign_owners(sizes, session.axes.shard.size)
-        places = [owner for group in owners for owner in group]
-        return session, [(known[id(p)], owner) for p, owner in zip(params, places, strict=True)]
+        self._assign(session.axes.shard.size)
+        return session, [(known[id(param)], self._places[param]) for param in params]
+
+    def _assign(self, num_ranks: int) -> None:
+        """Give owners to parameters that have none; others keep theirs, who have their state."""
+        owned = [0] * num_ranks
+        for param in params_of(self):
+            if param in self._places:
+                owned[self._places[param]] += param.numel()
+        new = [[p for p in group["params"] if p not in self._places] for group in self.param_groups]
+        owners = assign_owners([[p.numel() for p in group] for group in new], num_ranks, owned)
+        for group, places in zip(new, owners, strict=True):
+            self._places.update(zip(group, places, strict=True))
 
     def _share(self, mine: Written, comm: Comm) -> None:
         """Take over what owners wrote for all parameters, on all ranks; few optimizers do."""
@@ -182,16 +223,17 @@ class OwnerOptimizer(Optimizer):
         inner.state.update(everyones(self.state))
         for param, (whole, _) in mine.items():
             inner.state[whole] = self.state[param]
-        before = [seen(group) for group in inner.param_groups]
-        state, numbers = seen(inner.state), seen(numbers_of(inner))
+        params = [whole for whole, _ in mine.values()]
+        before = [seen(group, params) for group in inner.param_groups]
+        state, memory = seen(inner.state, params), seen(memory_of(inner), params)
         inner.step()
         pairs = zip(before, inner.param_groups, strict=True)
-        wrote = [changes(old, new) if new["params"] else None for old, new in pairs]
-        wrote.append(changes(state, inner.state))
+        wrote = [changes(old, new, params) if new["params"] else None for old, new in pairs]
+        wrote.append(changes(state, inner.state, params))
         for param, (whole, _) in mine.items():
             self.state[param] = inner.state.pop(whole, {})
             whole.grad = None
-        lost = [*changes(numbers, numbers_of(inner))]
+        lost = [*changes(memory, memory_of(inner), params)]
         if any(isinstance(key, Tensor) for key in inner.state):
             lost.append("state of tensors that are no parameters")
         return Written(wrote, lost)

@@ -6,8 +6,9 @@ is everybody's; where they do not, the optimizer has looked at several parameter
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +37,14 @@ class Written:
             optimizer itself, state of tensors that are no parameters.
         joint: it updates a parameter by what others are.
         tells: this is the first step of its kind, by which later ones go.
+        error: what it raised instead.
     """
 
     entries: list[dict[Any, Any] | None]
     lost: list[str]
     joint: bool = False
     tells: bool = False
+    error: str = ""
 
     @property
     def anything(self) -> bool:
@@ -49,22 +52,39 @@ class Written:
         return any(self.entries) or bool(self.lost)
 
 
-def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that count or measure."""
+_CONTAINERS = (Mapping, list, set, collections.deque)
+
+
+def memory_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that count or measure, or hold what does; flags are none."""
+    kinds = (int, float, Tensor, *_CONTAINERS)
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+        if isinstance(value, kinds) and not isinstance(value, bool)
+        if name not in ("state", "param_groups")
     }
 
 
-def seen(entries: Mapping[Any, Any]) -> dict[Any, tuple[Any, int]]:
-    """Values as they are, each with the number of writes to it; state of parameters aside."""
-    return {
-        key: (value, value._version if isinstance(value, Tensor) else 0)
-        for key, value in everyones(entries).items()
-        if key != "params"
-    }
+def seen(entries: Mapping[Any, Any], params: Collection[Tensor]) -> dict[Any, Any]:
+    """Values as they are now, to compare with later ones; state of parameters aside.
+
+    Args:
+        entries: of a group, of the state, or attributes.
+        params: which are written to, and are no memory.
+    """
+    known = frozenset(map(id, params))
+    return {key: _now(value, known) for key, value in everyones(entries).items() if key != "params"}
+
+
+def _now(value: Any, params: frozenset[int], within: tuple[int, ...] = ()) -> Any:
+    """Containers by what they hold, tensors with the number of writes to them."""
+    if isinstance(value, Tensor):
+        return value, 0 if id(value) in params else value._version
+    if not isinstance(value, (*_CONTAINERS, tuple)) or id(value) in within:
+        return value
+    held: Any = value.items() if isinstance(value, Mapping) else value
+    return type(value), [_now(each, params, (*within, id(value))) for each in held]
 
 
 def everyones(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -72,12 +92,14 @@ def everyones(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
 
 
-def changes(before: Mapping[Any, tuple[Any, int]], after: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What is new, has another value, or is a tensor that was written to."""
+def changes(
+    before: Mapping[Any, Any], after: Mapping[Any, Any], params: Collection[Tensor]
+) -> dict[Any, Any]:
+    """What is new, has another value, or was written to since it was `seen`."""
     return {
-        key: value
-        for key, (value, writes) in seen(after).items()
-        if not (key in before and writes == before[key][1] and same(before[key][0], value))
+        key: after[key]
+        for key, now in seen(after, params).items()
+        if not (key in before and same(before[key], now))
     }
 
 
@@ -87,7 +109,13 @@ def same(one: Any, other: Any) -> bool:
         return True  # a learning rate on a GPU: no wait for its number
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple | collections.deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 def tell(mine: Any, comm: Comm) -> list[Any]:
@@ -102,8 +130,15 @@ def merged(told: Sequence[Written]) -> list[dict[Any, Any]]:
 
     Raises:
         ShardingError: they wrote different values, or numbers that are lost; or the optimizer does
-            not treat each parameter by itself.
+            not treat each parameter by itself, or failed.
     """
+    errors = [each.error for each in told if each.error]
+    if errors:
+        raise ShardingError(
+            "a step of the optimizer failed where parameters have their owner",
+            "mend what that rank says; no parameter has changed",
+            errors,
+        )
     if any(each.joint for each in told):
         raise ShardingError(
             "the optimizer updates a parameter otherwise if another one is in its group: it looks "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,7 +70,8 @@ def _update(
         params.append(value.t().clone() if value.ndim == 2 else value.clone())
         grads.append(grad.t() if value.ndim == 2 else grad)
     try:
-        optimizer = make([{**group, "params": params}])
+        options = {key: each for key, each in group.items() if key != "params"}
+        optimizer = make([{**copy.deepcopy(options), "params": params}])
         for factors in _STEPS:
             for param, slope, factor in zip(params, grads, factors, strict=False):
                 param.grad = factor * slope

@@ -35,7 +35,9 @@ class Owned:
     owner: int
 
 
-def assign_owners(groups: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
+def assign_owners(
+    groups: Sequence[Sequence[int]], num_ranks: int, owned: Sequence[int] = ()
+) -> list[list[int]]:
     """An owner for each tensor, so that ranks own about equally much.
 
     The largest goes first, each to the rank that owns least so far: no rank owns more than a mean
@@ -44,8 +46,9 @@ def assign_owners(groups: Sequence[Sequence[int]], num_ranks: int) -> list[list[
     Args:
         groups: sizes of the tensors of each group.
         num_ranks: ranks to choose from.
+        owned: elements that each owns already; by default none.
     """
-    loads = [(0, rank) for rank in range(num_ranks)]
+    loads = sorted(zip(owned or [0] * num_ranks, range(num_ranks), strict=True))
     owners = [[0] * len(sizes) for sizes in groups]
     for sizes, chosen in zip(groups, owners, strict=True):
         for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
