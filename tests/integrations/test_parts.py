@@ -27,7 +27,7 @@ def _trained(folder: Path) -> None:
     for step in range(STEPS):
         run(data(step).chunk(2)[dist.get_rank() // 2]).backward()
         parts.complete_gradients(model.parameters())
-        norm = parts.clip_grad_norm_(list(model.parameters()), 0.5)
+        norm = parts.clip_grad_norm_(model.parameters(), 0.5)
         assert norm.ndim == 0 and norm > 0.5
         optimizer.step()
         optimizer.zero_grad()

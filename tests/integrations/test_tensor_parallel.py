@@ -215,7 +215,7 @@ def _faults() -> None:
     recipe.backward(run(_mine(recipe, 0)), scaler)
     with pytest.raises(DivergedError, match=r"blocks\.0\.norm_q\.weight(.|\n)*grad_allreduce"):
         recipe.step(recipe.make_optimizer(model.parameters()), scaler)
-    with pytest.raises(ConfigError, match="sharded already"):
+    with pytest.raises(ConfigError, match="divided already"):
         recipe.parallelize(model)
 
     recipe, model = _by_specs(), Gpt()

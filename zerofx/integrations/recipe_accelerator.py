@@ -149,7 +149,7 @@ class RecipeAccelerator(accelerate.Accelerator):
                 f"norm_type is {norm_type}, and ranks share a model", "clip by the 2-norm"
             )
         self.unscale_gradients()
-        return self.parts.clip_grad_norm_(list(parameters), max_norm)
+        return self.parts.clip_grad_norm_(parameters, max_norm)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As Accelerate; of ranks that share samples, what the first has."""

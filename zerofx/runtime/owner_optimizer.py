@@ -20,7 +20,7 @@ from zerofx.runtime.owner_probe import looks_at_others
 from zerofx.runtime.owner_state import settle, spread
 from zerofx.runtime.owners import Owned, assign_owners, exchange, from_owners, to_owners
 from zerofx.runtime.parameter import local_tensor
-from zerofx.runtime.params import ParamState, asks_for_losses, params_of
+from zerofx.runtime.params import PART, ParamState, asks_for_losses, params_of
 from zerofx.runtime.session import Session
 
 
@@ -71,9 +71,10 @@ class OwnerOptimizer(Optimizer):
         """One step; every rank must take it.
 
         Raises:
-            ShardingError: parameters are not sharded, or are those of several models; or the
-                optimizer does not treat each parameter by itself.
+            ShardingError: parameters are not sharded, or are those of several models, or parts of
+                `TensorParallel`; or the optimizer does not treat each parameter by itself.
         """
+        self._refuse_parts()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,6 +152,17 @@ class OwnerOptimizer(Optimizer):
             return super().state_dict()
         finally:
             self.state = whole
+
+    def _refuse_parts(self) -> None:
+        parts = [param for param in params_of(self) if getattr(param, PART, None) is not None]
+        if parts:
+            known = states_by_param()
+            raise ShardingError(
+                "OwnerOptimizer is for whole matrices, and TensorParallel has divided these",
+                "give it the parameters that ranks hold whole, and these to an optimizer that "
+                "works element by element",
+                [known[id(p)].spec.name if id(p) in known else str(tuple(p.shape)) for p in parts],
+            )
 
     def _owners(self) -> tuple[Session, list[tuple[ParamState, int]]]:
         """The model, and its parameters with their owners."""

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from zerofx.runtime.session import Session
 
 
+PART = "tensor_parallel_cut"
+"""Attribute of parameters of which ranks that share a model hold columns, or some rows."""
+
+
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that an optimizer steps over, group by group."""
     return [param for group in optimizer.param_groups for param in group["params"]]

@@ -15,10 +15,10 @@ from zerofx.torch_private import shares_storage, tensors_in
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where this rank stands in its sequence.
+    """Where this rank stands among those that share a sequence, or a model.
 
     Attributes:
-        group: name of the process group of the ranks that share it.
+        group: name of their process group, so that modules can be copied and pickled.
         rank: in the group.
         size: of the group.
     """

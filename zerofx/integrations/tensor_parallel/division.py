@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.tensor_parallel.linear import (
+    ColumnLinear,
     Cut,
-    Place,
+    RowLinear,
+    TailLinear,
     cut_inputs,
     cut_outputs,
     sum_tail,
 )
 from zerofx.integrations.tensor_parallel.rules import Rule, Way, rule_for
+from zerofx.runtime.params import PART
+from zerofx.sequence.cuts import Place
 
 _COUNTS = (
     *("n_heads", "num_heads", "num_attention_heads", "num_attn_heads", "num_kv"),
@@ -104,11 +109,11 @@ def divide(model: nn.Module, held: dict[str, Held], place: Place) -> None:
     """Keep what the rank at `place` holds; parameters stay the same objects.
 
     Raises:
-        ConfigError: heads of attention would be cut through.
+        ConfigError: heads of attention, or a width, would be cut through.
     """
     parents = _parents(model, [name for name, each in held.items() if each.way == "outputs"])
     for name, parent in parents.items():
-        _check_heads(name, parent, place.size)
+        _check_numbers(name, parent, place.size)
     for parent in parents.values():
         _divide_numbers(parent, place.size)
     for name, each in held.items():
@@ -125,8 +130,9 @@ def _parents(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     return {name: model.get_submodule(name) for name in above}
 
 
-def _check_heads(name: str, parent: nn.Module, size: int) -> None:
+def _check_numbers(name: str, parent: nn.Module, size: int) -> None:
     counts = {each: getattr(parent, each, None) for each in _COUNTS}
+    counts |= {each: vars(parent).get(each) for each in _WIDTHS}
     config = getattr(parent, "config", None)
     if config is not None and hasattr(parent, "head_dim"):  # an attention of transformers
         for each in ("num_attention_heads", "num_key_value_heads"):
@@ -170,6 +176,10 @@ def _shared(model: nn.Module) -> set[int]:
 
 def _refuse_unfit(model: nn.Module) -> None:
     params = dict(model.named_parameters())
+    if any(isinstance(each, ColumnLinear | RowLinear | TailLinear) for each in model.modules()):
+        raise ConfigError(
+            "the model is divided already", "call parallelize once, on a model that is whole"
+        )
     sharded = [name for name, param in params.items() if isinstance(param, DTensor)]
     if sharded:
         raise ConfigError(
@@ -192,16 +202,35 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 
 def mark(model: nn.Module, held: dict[str, Held], rules: Sequence[Rule]) -> None:
-    """Note on parameters what of them a rank holds; sharding and copies keep such attributes."""
+    """Note on parameters what of them a rank holds; sharding and copies keep such attributes.
+
+    Modules keep the notes, too, for parameters that `load_state_dict(assign=True)` puts there.
+    """
     for each in held.values():
         if each.cut is not None:
-            setattr(each.linear.weight, _CUT, each.cut)
+            _note(each.linear, "weight", _CUT, each.cut)
         if each.cut is not None and each.cut.dim == 0 and each.linear.bias is not None:
-            setattr(each.linear.bias, _CUT, each.cut)
-    for name, param in model.named_parameters():
+            _note(each.linear, "bias", _CUT, each.cut)
+    for name, _ in model.named_parameters():
         rule = rule_for(name, rules, model)
         if rule is not None and rule.way == "summed":
-            setattr(param, _SUMMED, True)
+            owner, _, key = name.rpartition(".")
+            _note(model.get_submodule(owner), key, _SUMMED, True)
+
+
+def _note(module: nn.Module, key: str, note: str, value: Any) -> None:
+    notes: dict[str, tuple[str, Any]] | None = vars(module).get(_NOTES)
+    if notes is None:
+        notes = vars(module)[_NOTES] = {}
+        module.register_load_state_dict_post_hook(_note_again)
+    notes[key] = note, value
+    _note_again(module)
+
+
+def _note_again(module: nn.Module, _: Any = None) -> None:
+    for key, (note, value) in vars(module)[_NOTES].items():
+        if (param := getattr(module, key, None)) is not None:
+            setattr(param, note, value)
 
 
 def cut_of(param: Tensor) -> Cut | None:
@@ -214,7 +243,7 @@ def is_summed(param: Tensor) -> bool:
     return getattr(param, _SUMMED, False)
 
 
-_CUT, _SUMMED = "tensor_parallel_cut", "tensor_parallel_summed"
+_CUT, _SUMMED, _NOTES = PART, "tensor_parallel_summed", "tensor_parallel_notes"
 
 
 def share_random_numbers(src: int, group: torch.distributed.ProcessGroup) -> None:

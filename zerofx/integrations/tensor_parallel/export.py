@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zerofx.checkpoint.export import cast_floats, full_state_dict, once, write_files
 from zerofx.checkpoint.ranks import all_ranks
@@ -50,9 +51,16 @@ def joined_state_dict(
     """
     cuts = {name: cut_of(param) for name, param in _params(model)}
     # The ranks that hold the first rows of each part share a model: they are rank 0's group.
-    mine = full_state_dict(model, names)
+    sharded = any(isinstance(param, DTensor) for _, param in _params(model))
+    mine = full_state_dict(model, names) if sharded else _own(model, names)
     found = {name: _joined(value, cuts.get(name), parts) for name, value in mine.items()}
     return found if dist.get_rank() == 0 else {}
+
+
+def _own(model: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
+    """Values of a model that is not sharded yet: every rank holds its part."""
+    chosen = {name: value for name, value in once(model).items() if names is None or name in names}
+    return {name: value.detach().to("cpu", copy=True) for name, value in chosen.items()}
 
 
 def _params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

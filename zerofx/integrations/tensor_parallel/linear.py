@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zerofx.sequence.cuts import Place
 from zerofx.torch_private import for_parts, joined, own_part, sum_of_parts
 
 
@@ -35,21 +36,6 @@ class Cut:
         return torch.cat(parts, self.dim).index_select(self.dim, places.argsort())
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """One of the ranks that share a model.
-
-    Attributes:
-        group: name of their process group, so that modules can be copied and pickled.
-        rank: in the group.
-        size: of the group.
-    """
-
-    group: str
-    rank: int
-    size: int
-
-
 class ColumnLinear(nn.Linear):
     """Holds some outputs; its input is whole."""
 
@@ -72,7 +58,7 @@ class RowLinear(nn.Linear):
         at = self.place
         part = own_part(input, at.group, at.rank, at.size) if self.cuts else input
         output = sum_of_parts(F.linear(part, self.weight), at.group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class TailLinear(nn.Linear):

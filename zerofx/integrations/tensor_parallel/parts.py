@@ -23,10 +23,10 @@ from zerofx.integrations.tensor_parallel.division import (
     plan,
     share_random_numbers,
 )
-from zerofx.integrations.tensor_parallel.linear import Place
 from zerofx.integrations.tensor_parallel.rules import Rule, rules_in
 from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.overflow import share_overflow
+from zerofx.sequence.cuts import Place
 from zerofx.torch_private import name_of
 
 _MOST_APART = 0.05  # of a norm; what GPUs add up in any order differs by less
@@ -41,6 +41,9 @@ class TensorParallel:
         rules: for its layers; without any those that the model brings along.
         strict: a linear layer that no rule fits is an error.
         held: how layers are held, by name; empty until the model is divided.
+
+    Raises:
+        ConfigError: the size is not positive.
     """
 
     size: int
@@ -48,6 +51,12 @@ class TensorParallel:
     strict: bool = False
     held: dict[str, Held] = dataclasses.field(default_factory=dict, compare=False)
     _compared: bool = dataclasses.field(default=False, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(
+                f"{self.size} ranks cannot share a model", "let TensorParallel's size be 1 or more"
+            )
 
     def __str__(self) -> str:
         lines = [f"{name}: {each.way}" for name, each in self.held.items()]
@@ -104,6 +113,7 @@ class TensorParallel:
         divide(model, held, Place(name_of(self.group), self.part, self.size))
         self.held.update(held)
         mark(model, held, rules)
+        self._compared = False
 
     def complete_gradients(self, params: Iterable[Tensor]) -> None:
         """Sum what ranks computed in parts; after the last backward of a step.
@@ -122,19 +132,19 @@ class TensorParallel:
         given = [param for param in params if param.grad is not None]
         for param in filter(is_summed, given):
             dist.all_reduce(_local(param.grad), group=self.group)
-        if not self._compared:
-            self._compare([param for param in given if cut_of(param) is None])
-            self._compared = True
+        whole = [param for param in given if cut_of(param) is None]
+        if whole and not self._compared:
+            self._compare(whole)
 
     def _compare(self, whole: Sequence[Tensor]) -> None:
-        if not whole:
-            return
+        """If some have overflowed nothing can be said: those of a later step are compared."""
         seen = torch.stack([_summary(_local(param.grad)) for param in whole])
         everyone = seen.new_empty((self.size, *seen.shape))
         dist.all_gather(list(everyone), seen, group=self.group)
-        apart = everyone.amax(0) - everyone.amin(0)
-        differ = (apart > _MOST_APART * seen[:, :1]).any(1).tolist()
-        if any(differ):
+        self._compared = bool(everyone.isfinite().all())
+        apart, norms = everyone.amax(0) - everyone.amin(0), everyone[..., :1].amax(0)
+        differ = (apart > _MOST_APART * norms).any(1).tolist()
+        if self._compared and any(differ):
             known = states_by_param()
             wrong = [param for param, bad in zip(whole, differ, strict=True) if bad]
             raise DivergedError(
@@ -151,12 +161,13 @@ class TensorParallel:
         if held:  # ranks that share a model hold equally much of it
             share_overflow(held[:1], held, self.group, dist.Work.wait)
 
-    def clip_grad_norm_(self, params: Sequence[Tensor], max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, params: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, with the 2-norm of the whole model.
 
         Returns:
             The norm before clipping, 0-d.
         """
+        params = [params] if isinstance(params, Tensor) else list(params)
         square = self._square([p for p in params if cut_of(p) is not None])
         dist.all_reduce(square, group=self.group)
         norm = (square + self._square([p for p in params if cut_of(p) is None])).sqrt()

@@ -92,6 +92,10 @@ def _sections(shape: Sequence[Any], at: int | None, dim: int, whole: int) -> tup
 
 
 _WAYS: dict[str, Way] = {"column": "outputs", "row": "inputs", "skip": "whole"}
+_EXTRAS: tuple[tuple[str, str, Way], ...] = (
+    ("gather_output", "column", "outputs, joined"),
+    ("grad_allreduce", "skip", "summed"),
+)
 _FIELDS = (
     *("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output"),
     "grad_allreduce",
@@ -119,12 +123,23 @@ def _rules(spec: Mapping[str, Any]) -> Iterator[Rule]:
             f"a layer_spec is {dict(spec)!r}", f"its keys are {', '.join(_FIELDS)}", stray
         )
     way = _WAYS[kind]
-    if spec.get("gather_output") and way == "outputs":
-        way = "outputs, joined"
-    if spec.get("grad_allreduce") and way == "whole":
-        way = "summed"
-    models = tuple(str(each).lower() for each in spec.get("model_types") or ())
+    for key, only, instead in _EXTRAS:
+        if spec.get(key) and kind != only:
+            raise ConfigError(
+                f"the layer_spec of {patterns} has {key}, and a partition_type of {kind!r}",
+                f"{key} is for a partition_type of {only!r}; leave it out",
+            )
+        way = instead if spec.get(key) else way
+    kinds: Any = spec.get("model_types") or ()
+    models = tuple(str(each).lower() for each in ([kinds] if isinstance(kinds, str) else kinds))
     for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"a layer_spec has the pattern {pattern!r}: {error}",
+                "write a regular expression that names of parameters begin with",
+            ) from error
         yield Rule(pattern, way, shape, dim, models)
 
 
