@@ -1,9 +1,8 @@
-"""Timeline: when a program computes and communicates, what is exposed, and how much it holds.
+"""Timeline: when a program computes and communicates, and what is exposed.
 
 Three streams: kernels run one after another, collectives one after another, and only a wait makes
 the first stop for the second; Python launches both. No rank is ahead of the cores that ranks share:
-what all of them do until a node takes its time. Memory is counted as execution allocates it:
-values die after their last reader, gathered values with their free.
+what all of them do until a node takes its time.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from zerofx.cost.compute import value_bytes
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.processor import Cores
-from zerofx.ir.codes import gather_at
 from zerofx.ir.ops import (
-    FREE,
     PROGRAM_OPS,
     REDUCE_START,
     REDUCE_WAIT,
@@ -28,7 +24,6 @@ from zerofx.ir.ops import (
     computes,
     is_call,
     started_by,
-    waits_of,
 )
 from zerofx.ir.program import Program
 from zerofx.ir.view import aliased_inputs
@@ -64,19 +59,12 @@ class Timeline:
         issued: when each node's turn came.
         exposed: for each wait at which compute stops, how long.
         seconds: when the last of both streams is done.
-        peak_bytes: most bytes of values that the program itself made, live at once.
     """
 
     spans: tuple[Span, ...]
     issued: Mapping[fx.Node, float]
     exposed: tuple[tuple[fx.Node, float], ...]
     seconds: float
-    peak_bytes: int
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Time in which nothing is computed."""
-        return sum(seconds for _, seconds in self.exposed)
 
     @property
     def compute_seconds(self) -> float:
@@ -171,7 +159,7 @@ def simulate(
         if not host.runs_ahead:
             launched = now
     seconds = max(now, link_free)
-    return Timeline(tuple(spans), issued, tuple(exposed), seconds, _peak_bytes(program))
+    return Timeline(tuple(spans), issued, tuple(exposed), seconds)
 
 
 def _seconds(node: fx.Node, compute: Seconds, link: Seconds) -> float:
@@ -196,45 +184,3 @@ def _lost(took: float, busy: float, contention: float) -> float:
     if took < busy * (1 - contention):
         return took / (1 - contention) - took
     return busy * contention
-
-
-def _peak_bytes(program: Program) -> int:
-    """Most bytes live at once, of values that the program makes."""
-    owner: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    size: dict[fx.Node, int] = {}
-    for node in program.graph.nodes:
-        sources = aliased_inputs(node)
-        owner[node] = owner[sources[0]] if sources else node
-        for source in node.all_input_nodes:
-            last[owner[source]] = node
-        if not sources and node.op == "call_function":
-            size[node] = _own_bytes(program, node)
-    dying: dict[fx.Node, list[fx.Node]] = {}
-    for value, reader in last.items():
-        if not is_call(value, UNSHARD_START, UNSHARD_WAIT):
-            dying.setdefault(reader, []).append(value)
-    live = peak = 0
-    for node in program.graph.nodes:
-        live += size.get(node, 0)
-        peak = max(peak, live)
-        if is_call(node, FREE):
-            live -= program.full_bytes(node)
-        if node.op != "output":
-            live -= sum(size.get(value, 0) for value in dying.get(node, ()))
-    return peak
-
-
-def _own_bytes(program: Program, node: fx.Node) -> int:
-    """Bytes that executing `node` allocates: a gather allocates all its members at once."""
-    if start := gather_at(node):
-        waits = [wait for wait in waits_of(start) if _is_temporary(program, wait)]
-        return program.full_bytes(*waits)
-    if is_call(node, UNSHARD_START, UNSHARD_WAIT, REDUCE_START, FREE):
-        return 0
-    return value_bytes(node.meta.get("val"))
-
-
-def _is_temporary(program: Program, full: fx.Node) -> bool:
-    spec = program.spec(full)
-    return spec is not None and spec.layout.temporary
