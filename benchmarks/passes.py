@@ -2,8 +2,8 @@
 
     python -m benchmarks.passes
 
-Builds forward and backward programs of equal layers, about as many nodes as asked for, and runs
-the optional passes and the verifier on them. Needs no process group.
+Builds forward programs of equal layers, of about as many nodes as asked for, and runs all passes of
+stage 3 and the verifier on them. Needs no process group.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def plot(figures: Sequence[Figures], path: Path, title: str) -> None:
 
 def is_ours(name: str) -> bool:
     """Whether a contender is zerofx."""
-    return name in ("zero0", "zero1", "zero2", "zero3")
+    return name.startswith("zero")
 
 
 def _number(value: float | None, form: str, unit: float = 1.0) -> str:
