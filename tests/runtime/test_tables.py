@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,17 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.comm import Algorithm, Algorithms
 from zerofx.cost.link import Link
 from zerofx.cost.machine import loads_machine, machine_of
-from zerofx.cost.tables import Collective, CommCost, CommTable, fit, loads, topology
+from zerofx.cost.tables import (
+    MOST_BUCKET_BYTES,
+    Collective,
+    CommCost,
+    CommTable,
+    fit,
+    loads,
+    topology,
+)
 from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.ir.ops import REDUCE_START
-from zerofx.passes.buckets import MOST_BYTES
 from zerofx.runtime import network
 from zerofx.runtime.assumed import assumed_table
 from zerofx.runtime.calibrate import calibrate
@@ -72,7 +80,7 @@ def test_buckets_grow_with_latency_and_shrink_with_slow_links() -> None:
         _table(gather, (1.0, 1.0)).bucket_bytes()
         for gather in ((1e-6, 1e-9), (1e-4, 1e-9), (2e-4, 1e-9), (1.0, 1e-9), (1e-4, 0.0))
     ]
-    assert sizes == [1 << 20, 2_000_000, 4_000_000, MOST_BYTES, MOST_BYTES]
+    assert sizes == [1 << 20, 2_000_000, 4_000_000, MOST_BUCKET_BYTES, MOST_BUCKET_BYTES]
 
 
 def _with_others(table: CommTable) -> CommTable:
@@ -154,6 +162,33 @@ def test_other_text_is_no_table(text: str) -> None:
         loads(text)
 
 
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"collective": "gossip"}, "collective 'gossip'"),
+        ({"algorithm": "pigeons"}, "algorithm 'pigeons'"),
+        ({"dtype": "float31"}, "dtype 'float31'"),
+        ({"alpha": -1.0}, "alpha of all_gather"),
+        ({"beta": float("inf")}, "beta of all_gather"),
+        ({"beta": float("nan")}, "beta of all_gather"),
+        ({"beta": "fast"}, "'<=' not supported"),
+    ],
+    ids=str,
+)
+def test_every_entry_of_a_table_is_looked_at(entry: dict[str, Any], said: str) -> None:
+    table = _table(FAST, SLOW)
+    broken = dataclasses.replace(table.costs[1], **entry)
+    text = dataclasses.replace(table, costs=(*table.costs, broken)).dumps()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        loads(text)
+
+
+def test_a_machine_has_the_buckets_of_its_table() -> None:
+    machine = machine_of("cpu", _table(FAST, SLOW))
+    assert machine.most_bucket_bytes == 2_000_000
+    assert machine.with_link(Link(1.0, 2.0)).most_bucket_bytes == MOST_BUCKET_BYTES
+
+
 @pytest.fixture(scope="module")
 def gpt() -> Rehearsal:
     return rehearse(2)
@@ -215,12 +250,22 @@ def test_ranks_train_by_what_rank_0_computes(tmp_path: Path) -> None:
     assert run_ranks(2, _train, str(tmp_path), {}, assumed) == [wanted, wanted]
 
 
-def test_a_broken_table_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["short", "empty", "bytes", "folder"])
+def test_a_broken_table_is_named_on_all_ranks(broken: str, tmp_path: Path) -> None:
     path = _keep(_table(FAST, SLOW), tmp_path)
-    path.write_text(path.read_text()[:-9])
+    content = {"short": path.read_bytes()[:-9], "empty": b"", "bytes": b"\xff"}.get(broken)
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
     with pytest.raises(RanksFailed, match=r"zerofx bench comm") as failed:
         run_ranks(2, _train, str(tmp_path), {})
-    assert {failure.kind for failure in failed.value.failures.values()} == {"ConfigError"}
+    failures = failed.value.failures
+    assert {number: each.kind for number, each in failures.items()} == dict.fromkeys(
+        range(2), "ConfigError"
+    )
+    assert all(path.name in each.message for each in failures.values())
 
 
 def test_groups_that_lie_otherwise_go_by_the_defaults(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zerofx.cost.compute import Roofline
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.link import Link
 from zerofx.cost.processor import Processor
-from zerofx.cost.tables import Collective, CommTable
+from zerofx.cost.tables import MOST_BUCKET_BYTES, Collective, CommTable
 from zerofx.ir.codes import kernels_at, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import operand_bytes
@@ -37,6 +37,7 @@ class Machine:
         all_to_alls: as those that send codes find it; by default `reductions`.
         measured: whether the links were measured there.
         host: of one rank.
+        most_bucket_bytes: bound of buckets whose size was not asked for, by the latency there.
     """
 
     device: str
@@ -47,10 +48,12 @@ class Machine:
     all_to_alls: Link | None = None
     measured: bool = False
     host: Host = NO_HOST
+    most_bucket_bytes: int = MOST_BUCKET_BYTES
 
     def with_link(self, link: Link) -> Machine:
         """The same where all collectives find that link, as somebody says."""
-        other = dict.fromkeys(_LINKS[1:])
+        other: dict[str, Any] = dict.fromkeys(_LINKS[1:])
+        other["most_bucket_bytes"] = MOST_BUCKET_BYTES
         return dataclasses.replace(self, link=link, measured=False, **other)
 
     @property
@@ -183,4 +186,5 @@ def machine_of(device: str, table: CommTable | None = None) -> Machine:
         all_reduces=links.get("all_reduce"),
         all_to_alls=links.get("all_to_all"),
         measured=table.measured,
+        most_bucket_bytes=table.bucket_bytes(),
     )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -15,9 +15,16 @@ from zerofx.cost.link import Link
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "collective": get_args(Collective),
+    "algorithm": get_args(Algorithm),
+    "dtype": ("float32", "bfloat16", "uint8"),
+}
+"""What entries may say."""
+
 _TYPICAL = 4 << 20
 _LATENCY_SHARE = 0.05
-_LEAST, _MOST = 1 << 20, 16 << 20
+_LEAST, MOST_BUCKET_BYTES = 1 << 20, 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +96,9 @@ class CommTable:
         """Full size at which latency is a twentieth of a gather; between 1 and 16 MiB."""
         cost = self.best("all_gather")
         if cost.beta <= 0:
-            return _MOST
+            return MOST_BUCKET_BYTES
         wanted = cost.alpha / cost.beta / _LATENCY_SHARE
-        return int(min(max(wanted, _LEAST), _MOST))
+        return int(min(max(wanted, _LEAST), MOST_BUCKET_BYTES))
 
     def dumps(self) -> str:
         """As JSON."""
@@ -106,12 +113,23 @@ def loads(text: str) -> CommTable:
     """
     try:
         data: dict[str, Any] = json.loads(text)
-        costs = tuple(CommCost(**cost) for cost in data["costs"])
+        costs = tuple(_checked(CommCost(**cost)) for cost in data["costs"])
         table = CommTable(str(data["topology"]), costs, bool(data.get("measured", True)))
         table.algorithms()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no table of collectives: {error}") from error
     return table
+
+
+def _checked(cost: CommCost) -> CommCost:
+    """`cost`, if it may be one."""
+    for name, known in _KNOWN.items():
+        if getattr(cost, name) not in known:
+            raise ValueError(f"{name} {getattr(cost, name)!r} is none of {', '.join(known)}")
+    for name in ("alpha", "beta"):
+        if not 0 <= getattr(cost, name) < math.inf:
+            raise ValueError(f"{name} of {cost.collective} is {getattr(cost, name)!r}")
+    return cost
 
 
 def topology(backend: str, device_type: str, size: int, node_size: int, torch: str) -> str:

@@ -12,7 +12,7 @@ from zerofx.config import Stage
 from zerofx.debug.outcome import Outcome, Setting, kept_bytes, outcome_of, programs_of
 from zerofx.errors import ZeroFxError
 from zerofx.frontend.planner import at_stage
-from zerofx.frontend.rehearsal import Rehearsal
+from zerofx.frontend.rehearsal import Rehearsal, lay_out
 from zerofx.frontend.views import Programs
 from zerofx.ir.verify import peak_full_bytes
 from zerofx.passes.buckets import default_target
@@ -175,8 +175,10 @@ def _candidates(
         if stage != config.stage:
             other = dataclasses.replace(setting, config=at_stage(config, stage))
             yield _Candidate("stage", str(stage), other)
-    whole = sum(spec.full_bytes for each in rehearsals[:1] for spec in each.params)
-    now = config.bucket_bytes if config.bucket_bytes is not None else default_target(whole)
+    laid = lay_out(rehearsals[0].params, config, setting.num_ranks)
+    whole, now = sum(spec.full_bytes for spec in laid), config.bucket_bytes
+    if now is None:
+        now = default_target(laid, setting.machine.most_bucket_bytes)
     sizes = {0, now // 4, now // 2, 2 * now, 4 * now, 16 * now} if now else {whole // 8, whole // 2}
     yield from (with_("bucket_bytes", size) for size in sorted(sizes) if 0 <= size <= 2 * whole)
     if config.stage == 3:

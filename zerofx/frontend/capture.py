@@ -46,7 +46,6 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import computes_in
 from zerofx.passes.base import Pass, run_passes
-from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.pipelines import pipeline
 from zerofx.runtime.handed_out import hand_out, taking_tensors
 from zerofx.runtime.session import Session
@@ -291,6 +290,5 @@ def _setting(config: ZeroConfig, session: Session | None) -> Setting:
 
 
 def _passes(config: ZeroConfig, session: Session) -> tuple[Pass, ...]:
-    table = session.network.table
-    most_bytes = table.bucket_bytes() if table else MOST_BYTES
+    most_bytes = _setting(config, session).machine.most_bucket_bytes
     return pipeline(config, session.replicated.layout.handle, most_bytes)

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx
 
+from zerofx.cost.tables import MOST_BUCKET_BYTES
 from zerofx.ir.facts import Facts, Role, facts
 from zerofx.ir.ops import codecs, members
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 
-MOST_BYTES = 16 << 20
 _SHARE = 8
 """By default a bucket holds at most this part of all parameters, or memory would be no better."""
 
@@ -72,8 +72,7 @@ def plan_buckets(
         most_bytes: bound of that default.
     """
     if target_bytes is None:
-        whole = sum(spec.full_bytes for spec in program.params.values())
-        target_bytes = default_target(whole, most_bytes)
+        target_bytes = default_target(program.params.values(), most_bytes)
     alike: dict[tuple[Any, ...], list[tuple[fx.Node, ParamSpec]]] = {}
     for start in starts:
         spec = program.params.get(facts(start).param)
@@ -98,9 +97,14 @@ def _as_found(bucket: Bucket, found: Mapping[str, int]) -> Bucket:
     return dataclasses.replace(bucket, starts=tuple(starts))
 
 
-def default_target(whole_bytes: int, most_bytes: int = MOST_BYTES) -> int:
-    """Bytes of a bucket if nobody asks for a size: an eighth of all parameters, with a bound."""
-    return min(most_bytes, whole_bytes // _SHARE)
+def default_target(params: Iterable[ParamSpec], most_bytes: int = MOST_BUCKET_BYTES) -> int:
+    """Bytes of a bucket if nobody asks for a size: an eighth of all parameters, with a bound.
+
+    Args:
+        params: as a stage lays them out: padding counts, and so does the dtype of full values.
+        most_bytes: the bound.
+    """
+    return min(most_bytes, sum(spec.full_bytes for spec in params) // _SHARE)
 
 
 def bucket_facts(bucket: Bucket, role: Role) -> Facts:

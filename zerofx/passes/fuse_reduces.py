@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from zerofx.cost.tables import MOST_BUCKET_BYTES
 from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
@@ -13,7 +14,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import only_returned, positions
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
+from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class FuseReduces(Pass):
     """
 
     target_bytes: int | None = None
-    most_bytes: int = MOST_BYTES
+    most_bytes: int = MOST_BUCKET_BYTES
 
     name: ClassVar[str] = "fuse_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))

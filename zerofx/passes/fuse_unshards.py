@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from zerofx.cost.tables import MOST_BUCKET_BYTES
 from zerofx.ir.codes import note_sent
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
@@ -15,7 +16,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import positions
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import MOST_BYTES, BucketPlan, bucket_facts, plan_buckets
+from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class FuseUnshards(Pass):
     """
 
     target_bytes: int | None = None
-    most_bytes: int = MOST_BYTES
+    most_bytes: int = MOST_BUCKET_BYTES
 
     name: ClassVar[str] = "fuse_unshards"
     regions: ClassVar[frozenset[Region]] = frozenset(

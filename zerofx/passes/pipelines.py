@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from zerofx.config import Stage, ZeroConfig
+from zerofx.cost.tables import MOST_BUCKET_BYTES
 from zerofx.errors import ConfigError
 from zerofx.ir.parcels import Codec
 from zerofx.passes.add_secondary_shards import AddSecondaryShards
 from zerofx.passes.base import Pass
-from zerofx.passes.buckets import MOST_BYTES
 from zerofx.passes.cast_before_gather import CastBeforeGather
 from zerofx.passes.changes import as_change, change_pipeline, unknown_pass
 from zerofx.passes.copy_returned import CopyReturned
@@ -113,7 +113,7 @@ def _optional(config: ZeroConfig, most_bytes: int) -> tuple[Pass, ...]:
 
 
 def pipeline(
-    config: ZeroConfig, buffers_layout: int, most_bytes: int = MOST_BYTES
+    config: ZeroConfig, buffers_layout: int, most_bytes: int = MOST_BUCKET_BYTES
 ) -> tuple[Pass, ...]:
     """The passes for `config`: mandatory ones, then optional ones, then what users changed.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -60,26 +61,37 @@ def agree_on_network(
     local = ranks_of_a_node(config.ranks_per_node, dist.get_world_size())
     ranks_per_node = int(journal.from_first_rank(lambda: str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)
-    path = table_path(topology_of(comm, device))
-    text = journal.from_first_rank(
-        lambda: path.read_text() if path.exists() else _assumed(comm, device)
-    )
-    if not text:
+    told = json.loads(journal.from_first_rank(lambda: json.dumps(_table_or_error(comm, device))))
+    if "problem" in told:
+        raise ConfigError(told["problem"], told["remedy"])
+    if not told["table"]:
         one_hop = comm.algorithms.all_gather == "two_hop" and not two_hops_pay(comm, device)
         one_hop = bool(journal.from_first_rank(lambda: "1" * one_hop))
         return Network(ranks_per_node, one_hop=one_hop)
+    return Network(ranks_per_node, loads(told["table"]))
+
+
+def _table_or_error(comm: Comm, device: torch.device) -> dict[str, str]:
+    """What the first rank tells the others: its table, or why it has none; alone it would fail."""
     try:
-        return Network(ranks_per_node, loads(text))
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} on rank {comm.ranks[0]}: {error}",
-            "delete it, or run `zerofx bench comm` again",
-        ) from error
+        table = kept_table(topology_of(comm, device)) or assumed_table(comm, device)
+    except ConfigError as error:
+        return {"problem": f"rank {comm.ranks[0]}: {error.problem}", "remedy": error.remedy}
+    return {"table": "" if table is None else table.dumps()}
 
 
-def _assumed(comm: Comm, device: torch.device) -> str:
-    table = assumed_table(comm, device)
-    return "" if table is None else table.dumps()
+def kept_table(topology: str) -> CommTable | None:
+    """The table that `zerofx bench comm` kept here; `None`: there is none.
+
+    Raises:
+        ConfigError: there is one that cannot be read.
+    """
+    path = table_path(topology)
+    try:
+        return loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        remedy = "delete it, or run `zerofx bench comm` again"
+        raise ConfigError(f"{path}: {error}", remedy) from error
 
 
 def ranks_of_a_node(asked: int | None, num_ranks: int) -> int:
