@@ -61,6 +61,8 @@ def test_bytes_that_leave_a_node() -> None:
     assert dataclasses.replace(two_nodes, node_size=1).sent_across(300, reduces=False) == 300
     groups = Layout(1, 4, 2, False, node_size=4)  # one chunk of four goes to the other group
     assert groups.sent_across(400, reduces=True) == 100
+    together = dataclasses.replace(groups, replica_node_size=2)
+    assert together.sent_across(400, reduces=True) == 0, "all eight ranks share a node"
     assert Layout(1, 1, 4, False, node_size=4).sent_across(8, reduces=True) == 0
     assert Layout(1, 1, 4, False, node_size=2).sent_across(8, reduces=True) == 8
 

@@ -88,7 +88,7 @@ class Rehearsal:
         machine = machine or machine_of(self.device.type)
         if weighing is None:
             weighing = self.weighed(config, num_ranks, machine)
-        passes = decided(pipeline(config, _WHOLE), weighing)
+        passes = decided(pipeline(config, _WHOLE, machine.most_bucket_bytes), weighing)
         setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
         made = self.halves(config, num_ranks)
@@ -105,7 +105,8 @@ class Rehearsal:
         if config.quantize != "auto":
             return {}
         halves = self.halves(config, num_ranks)
-        return weigh(pipeline(config, _WHOLE), halves, machine, fused=self.inner == "inductor")
+        passes = pipeline(config, _WHOLE, machine.most_bucket_bytes)
+        return weigh(passes, halves, machine, fused=self.inner == "inductor")
 
     def halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
         """Forward and backward before their passes."""
@@ -281,5 +282,9 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
     per_node = config.ranks_per_node or num_ranks
     node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)
     check_nodes(config, shards, node_size)
-    node_sizes = node_size, node_size_of(range(num_ranks), per_node)
+    replicas_of_one = range(0, num_ranks, shards)
+    node_sizes = (
+        node_size,
+        *(node_size_of(ranks, per_node) for ranks in (range(num_ranks), replicas_of_one)),
+    )
     return layouts_of(config, num_ranks, shards, node_sizes, (_SHARDED, _WHOLE))

@@ -91,17 +91,25 @@ def kernels_at(program: Program, node: fx.Node) -> tuple[KernelSpec, ...]:
 
 def exact_bytes(program: Program, start: fx.Node) -> int:
     """What a rank would send in a collective if numbers travelled."""
-    total = 0
+    total = all_reduced_bytes(program, start)
     for spec, wait in zip(specs_of(program, start), ops.waits_of(start), strict=True):
         others = spec.layout.num_shards - 1
         if ops.is_call(start, ops.UNSHARD_START):
             total += spec.padded_numel // (others + 1) * others * _dtype(wait).itemsize
         else:
-            grad = ops.gradients(start)[facts(start).members.index(spec.name)]
-            dtype = spec.layout.reduce_dtype or _dtype(grad)
             scattered = spec.numel * others // (others + 1)
-            total += (scattered + all_reduced_numel(spec)) * dtype.itemsize
+            total += scattered * _reduced_dtype(start, spec).itemsize
     return total
+
+
+def all_reduced_bytes(program: Program, start: fx.Node) -> int:
+    """What a rank sends to the other replicas of its shards: in reductions only, and as numbers."""
+    if not ops.is_call(start, ops.REDUCE_START):
+        return 0
+    return sum(
+        all_reduced_numel(spec) * _reduced_dtype(start, spec).itemsize
+        for spec in specs_of(program, start)
+    )
 
 
 def sent(program: Program, start: fx.Node) -> Sent:
@@ -126,14 +134,11 @@ def sent(program: Program, start: fx.Node) -> Sent:
     else:
         first, last = Sent(), _times(parcels, parcels.num - 1)
     across = last.wire_bytes if layout.node_size < layout.num_shards else 0
-    all_reduced = sum(
-        all_reduced_numel(spec) * member.dtype.itemsize
-        for spec, member in zip(specs_of(program, start), parcels.members, strict=True)
-    )
+    all_reduced = all_reduced_bytes(program, start)
     return Sent(
         first.wire_bytes + last.wire_bytes + all_reduced,
         first.scale_bytes + last.scale_bytes,
-        across + all_reduced,
+        across + (all_reduced if layout.replicas_apart else 0),
     )
 
 
@@ -203,6 +208,11 @@ def all_reduced_numel(spec: ParamSpec) -> int:
 def _times(parcels: Parcels, count: int) -> Sent:
     codec, blocks = parcels.codec, parcels.num_blocks
     return Sent(count * codec.parcel_bytes(blocks), count * codec.scale_bytes(blocks))
+
+
+def _reduced_dtype(start: fx.Node, spec: ParamSpec) -> torch.dtype:
+    grad = ops.gradients(start)[facts(start).members.index(spec.name)]
+    return spec.layout.reduce_dtype or _dtype(grad)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -47,6 +47,7 @@ class Layout:
         grad_dtype: in which they wait for the optimizer; by default in their parameter's.
         node_size: neighbours along the shard axis that share a node, equally many on each node; of
             replicated parameters, along the axis of replicas.
+        replica_node_size: replicas of a shard that share a node, equally many on each node.
         secondary: the ranks of a node keep a second shard each of gathered values (hpZ).
         secondary_codes: of values that travel as codes they keep the codes.
     """
@@ -60,6 +61,7 @@ class Layout:
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     node_size: int = 1
+    replica_node_size: int = 1
     secondary: bool = False
     secondary_codes: bool = False
 
@@ -83,16 +85,22 @@ class Layout:
         """Whether full values exist for a moment only: gathered, then freed."""
         return self.sharded and not self.resident
 
+    @property
+    def replicas_apart(self) -> bool:
+        """Whether what replicas send each other leaves their node: a ring has one way only."""
+        together = self.replica_node_size if self.sharded else self.node_size
+        return together < self.num_replicas
+
     def sent_across(self, sent_bytes: int, *, reduces: bool) -> int:
         """Of the bytes that a rank sends in a collective, those that leave its node, in two hops.
 
         In chunks of `1 / num_shards`: a gather or a reduce-scatter sends `num_shards - 1`, one of
-        them to each other node. Replicas of shards are taken to lie on other nodes.
+        them to each other node.
         """
         if not self.sharded:
-            return 0 if self.node_size == self.num_replicas else sent_bytes
+            return sent_bytes if self.replicas_apart else 0
         repeated = 2 * (self.num_replicas - 1) / self.num_replicas if reduces else 0
-        across = self.num_shards // self.node_size - 1 + repeated
+        across = self.num_shards // self.node_size - 1 + repeated * self.replicas_apart
         return round(sent_bytes * across / (self.num_shards - 1 + repeated))
 
     @property

@@ -84,7 +84,7 @@ def layouts_of(
     config: ZeroConfig,
     num_ranks: int,
     num_shards: int,
-    node_sizes: tuple[int, int],
+    node_sizes: tuple[int, int, int],
     handles: tuple[int, int],
 ) -> tuple[Layout, Layout]:
     """How parameters lie that are split over the shard axis, and those that every rank holds whole.
@@ -93,7 +93,7 @@ def layouts_of(
         config: the user's choices.
         num_ranks: of the mesh.
         num_shards: ranks that share the first kind; 1 at stage 0.
-        node_sizes: for each kind, see `Layout`.
+        node_sizes: for each kind, and of replicas of a shard; see `Layout`.
         handles: for each kind, see `Layout`.
     """
     sharded = Layout(
@@ -104,6 +104,7 @@ def layouts_of(
         reduce_dtype=config.reduce_dtype,
         grad_dtype=config.grad_dtype,
         node_size=node_sizes[0],
+        replica_node_size=node_sizes[2],
         secondary=bool(config.secondary_shards),
         secondary_codes=config.secondary_shards == "codes",
     )
