@@ -41,14 +41,19 @@ def _plan(ranks: int, inner: Any, depth: int, codes: str | None) -> Plan:
 
 
 def _measured(
-    stage: int, inner: str, depth: int, micro_batches: int = 1, codes: str | None = None
+    stage: int,
+    inner: str,
+    depth: int,
+    micro_batches: int = 1,
+    codes: str | None = None,
+    accumulate: int = 1,
 ) -> int:
     """Peak of steady steps, less what was there before the model was built."""
 
     def train(mark: Callable[[], None]) -> None:
         torch.manual_seed(0)
         model = Gpt(depth=depth)
-        options = {"inner": inner, "quantize_weights": codes}
+        options = {"inner": inner, "quantize_weights": codes, "accumulate": accumulate}
         run = torch.compile(model, backend=f"zero{stage}", options=options)
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(5):
@@ -98,15 +103,15 @@ def test_codes() -> None:
     _agree(3, 2, "eager", FEW, 0.02, codes="int8")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_micro_batches(stage: int) -> None:
-    """The second one finds the gradients of the first."""
-    config = ZeroConfig(inner="eager", stage=stage, dump="")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 2), (1, 2), (2, 1), (3, 1)])
+def test_two_micro_batches(stage: Any, accumulate: int) -> None:
+    """The second one finds the gradients of the first; and their sum, if it was held back."""
+    config = ZeroConfig(inner="eager", stage=stage, accumulate=accumulate, dump="")
     build = functools.partial(Gpt, depth=FEW)
     rehearsal = rehearse_model(build, lambda: tokens(BATCH, LENGTH), "eager")
     twice = dataclasses.replace(rehearsal, runs=2.0)
     setting = Setting(config, 2, MACHINE)
     wanted = outcome_of([twice.programs(config, 2, machine=MACHINE)], [twice], setting).peak.total
-    found = max(run_ranks(2, _measured, stage, "eager", FEW, 2, timeout=220))
+    found = max(run_ranks(2, _measured, stage, "eager", FEW, 2, None, accumulate, timeout=220))
     print(stage, wanted, found, wanted / found)
     assert wanted == pytest.approx(found, rel=0.01)

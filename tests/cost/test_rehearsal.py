@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import logging
 import re
@@ -18,8 +19,11 @@ from benchmarks.gpt import Gpt
 from tests.models import batch, make
 from tests.sim.test_captured import capture_programs
 from zerofx.config import ZeroConfig
+from zerofx.cost.machine import machine_of
+from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.joint import dynamo_graph
+from zerofx.frontend.planner import Planner
 from zerofx.frontend.rehearsal import rehearse_graph, rehearse_model
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.ir.facts import facts
@@ -108,6 +112,33 @@ def test_stacks_of_equal_blocks_are_found() -> None:
         for number, block in enumerate((numbered := Gpt(depth=8)).blocks):
             block.layer_idx = number
         assert stack_depth(numbered) == 8
+        strided = nn.ModuleList(nn.Conv2d(1, 1, 3, stride=1 + n % 2) for n in range(8))
+        assert stack_depth(nn.Sequential(strided)) == 0
+
+
+class _Counts(nn.Module):
+    """Its forward knows how many blocks it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 8
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(self.depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in range(self.depth):
+            x = self.blocks[place](x)
+        return x.square().mean()
+
+
+def test_a_forward_that_counts_its_blocks_is_planned_whole() -> None:
+    config, machine = ZeroConfig(inner="eager", dump="", bucket_bytes=0), machine_of("cpu")
+    machine = dataclasses.replace(machine, most_bucket_bytes=1 << 20)
+
+    def inputs(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return (torch.zeros(batch, 512),), {}
+
+    plan = Planner(_Counts, inputs, config, machine, FP32_ADAM, 2, 2, 1).plan((3,))
+    assert plan.depth == 0 and plan.num_params == 8 * (512 * 512 + 512)
 
 
 class _Reads(nn.Module):

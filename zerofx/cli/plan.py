@@ -21,6 +21,7 @@ from zerofx.cost.memory import FP32_ADAM, MIXED_ADAM
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.planner import Plan, Planner
 from zerofx.passes.pipelines import pipeline
+from zerofx.passes.registry import with_registered
 
 _PRECISIONS = dict(zip(PRECISIONS, (FP32_ADAM, MIXED_ADAM), strict=True))
 _LENGTH = 2048
@@ -65,7 +66,7 @@ def _config(args: argparse.Namespace) -> ZeroConfig:
     more: dict[str, Any] = (
         {} if args.quantize_exact is None else {"quantize_exact": tuple(args.quantize_exact)}
     )
-    return ZeroConfig(
+    config = ZeroConfig(
         dump="",
         ranks_per_node=args.ranks_per_node,
         secondary_shards=args.secondary_shards,
@@ -75,6 +76,7 @@ def _config(args: argparse.Namespace) -> ZeroConfig:
         param_dtype=_DTYPES.get(args.param_dtype),
         **more,
     )
+    return with_registered(config)
 
 
 def _plan(planner: Planner, stages: Sequence[Stage]) -> Plan:

@@ -101,7 +101,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
 def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
     peak = plan.forecast.peak(asked.batch)
     fixed, slope = plan.forecast.activations(asked.batch)
-    states = Rates.of(plan, asked.config, asked.precision).states()
+    states = Rates.of(plan, asked.config, asked.precision, asked.num_ranks).states()
     out: dict[str, Any] = {
         "peak_bytes": peak.total,
         **dataclasses.asdict(peak),
@@ -149,7 +149,7 @@ def _several_nodes(plan: Plan) -> bool:
 def _formulas(plan: Plan, asked: Question) -> str:
     lines = ["bytes in Ψ, W and the batch size B:"]
     for stage, each in sorted(plan.stages.items()):
-        rates = Rates.of(each, asked.config, asked.precision)
+        rates = Rates.of(each, asked.config, asked.precision, asked.num_ranks)
         states = rates.states()
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"

@@ -11,7 +11,7 @@ import sympy
 from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import Precision, States, formula, wire_formula
-from zerofx.frontend.planner import StagePlan, at_stage
+from zerofx.frontend.planner import StagePlan, at_stage, own_dtype
 from zerofx.frontend.weigh import pays
 from zerofx.ir.parcels import Codec
 from zerofx.passes.quantize_reduces import QuantizeReduces
@@ -29,6 +29,7 @@ class Rates:
         reduce: in the two hops of a reduction; `None`: as it is.
         per_node: ranks of a node; 0: all share one.
         copy: in a secondary shard; `None`: there is none.
+        cast: in full values, if `param_dtype` casts parameters; `None`: it does not.
     """
 
     stage: int
@@ -37,29 +38,40 @@ class Rates:
     reduce: tuple[Any, Any] | None
     per_node: int
     copy: Any
+    cast: int | None = None
 
     @staticmethod
-    def of(plan: StagePlan, config: ZeroConfig, precision: Precision) -> Rates:
-        """Those of a plan that was made with `config`."""
+    def of(plan: StagePlan, config: ZeroConfig, precision: Precision, num_ranks: int) -> Rates:
+        """Those of a plan that was made with `config` for so many ranks."""
         at = at_stage(config, plan.stage)
         weights = at.weight_codec if pays(plan.weighed, QuantizeUnshards.name) else None
         grads = at.gradient_codecs if pays(plan.weighed, QuantizeReduces.name) else None
         gather = None if weights is None else _bytes(weights)
-        copy = precision.param if at.secondary_shards else None
+        cast, own = config.param_dtype, own_dtype(precision)
+        size = None if cast is None or cast is own else cast.itemsize
+        copy = (precision.param if size is None else size) if at.secondary_shards else None
         if at.secondary_shards == "codes" and gather is not None:
             copy = gather
         reduce = None if grads is None else (_bytes(grads[0]), _bytes(grads[1]))
-        return Rates(plan.stage, precision, gather, reduce, config.ranks_per_node or 0, copy)
+        per_node = config.ranks_per_node or 0
+        per_node = per_node if per_node < num_ranks else 0
+        return Rates(plan.stage, precision, gather, reduce, per_node, copy, size)
 
     def states(self) -> States:
         """Model states in Ψ and W."""
         kept = self.per_node if self.copy is not None else 0
-        return formula(self.stage, self.precision, kept, self.copy)
+        return formula(self.stage, self.precision, kept, self.copy, self.cast)
 
     def sent(self) -> Any:
         """What a rank sends in a step, in Ψ and W."""
         return wire_formula(
-            self.stage, self.precision, self.gather, self.reduce, self.per_node, self.copy
+            self.stage,
+            self.precision,
+            self.gather,
+            self.reduce,
+            self.per_node,
+            self.copy,
+            self.cast,
         )
 
 

@@ -105,7 +105,7 @@ class Forecast:
         Bounded by 2⁴⁰ for models whose memory does not grow with the batch.
         """
         most = float(1 << 40)
-        fixed = self._always()
+        fixed = self.always
         for phase in ("forward", "backward"):
             line = self._line(phase)
             base, slope = line.base.sum(axis=1), line.slope.sum(axis=1)
@@ -125,7 +125,9 @@ class Forecast:
     def _line(self, phase: str) -> Line:
         return self.forward if phase == "forward" else self.backward
 
-    def _always(self) -> int:
+    @property
+    def always(self) -> int:
+        """Bytes that live in all phases, gradients apart."""
         states = self.resident.states
         return int(states.params + states.optimizer) + self.resident.buffers + self.resident.codes
 

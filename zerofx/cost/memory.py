@@ -71,23 +71,38 @@ class States:
         return self.params + self.grads + self.optimizer
 
 
-def formula(stage: int, precision: Precision, per_node: int = 0, copy_bytes: Any = None) -> States:
+def formula(
+    stage: int,
+    precision: Precision,
+    per_node: int = 0,
+    copy_bytes: Any = None,
+    cast_bytes: int | None = None,
+) -> States:
     """Model states in Ψ and W, without padding.
 
     Stage 1 holds all full gradients until backward ends, which is what the paper counts. At stage 3
-    secondary shards, if the `per_node` ranks of a node keep any, count as values.
+    secondary shards, if the `per_node` ranks of a node keep any, count as values; at stages 1 and 2
+    so do full values in another dtype, beside the shards that are cast to it.
 
     Args:
         stage: ZeRO stage.
         precision: of parameters and optimizer.
         per_node: ranks of a node that keep secondary shards; 0: there are none.
-        copy_bytes: of a number in those; by default a value's.
+        copy_bytes: of a number in those; by default a full value's.
+        cast_bytes: of a number in full values, and in gradients until they are reduced, if
+            parameters are cast; see option `param_dtype`.
     """
-    share, copied = PSI / W, precision.param if copy_bytes is None else copy_bytes
-    secondary = copied * PSI / per_node if per_node and stage == 3 else 0
+    share, full = PSI / W, precision.param if cast_bytes is None else cast_bytes
+    copied = full if copy_bytes is None else copy_bytes
+    params = {0: precision.param * PSI, 3: precision.param * share}.get(stage, full * PSI)
+    if cast_bytes is not None and stage in (1, 2):
+        params += precision.param * share
+    if per_node and stage == 3:
+        params += copied * PSI / per_node
+    held = precision.grad if stage == 0 or cast_bytes is None else cast_bytes
     return States(
-        precision.param * share + secondary if stage > 2 else precision.param * PSI,
-        precision.grad * (share if stage > 1 else PSI),
+        params,
+        precision.grad * share if stage > 1 else held * PSI,
         precision.optimizer * (share if stage > 0 else PSI),
     )
 
@@ -128,6 +143,7 @@ def wire_formula(
     reduce: tuple[Any, Any] | None = None,
     per_node: int = 0,
     copy_bytes: Any = None,
+    cast_bytes: int | None = None,
 ) -> Any:
     """Bytes that a rank sends per step, in Ψ and W (ZeRO §7): 2Ψ, and 3Ψ at stage 3.
 
@@ -139,8 +155,10 @@ def wire_formula(
         per_node: ranks of a node.
         copy_bytes: of a number in the secondary shards that backward gathers inside the node;
             `None`: it gathers over all ranks.
+        cast_bytes: of a number in full values and gradients, if parameters are cast.
     """
-    everywhere, value = PSI * (W - 1) / W, precision.param
+    value = precision.param if cast_bytes is None else cast_bytes
+    everywhere = PSI * (W - 1) / W
     gathered = value * everywhere
     if stage == 3:
         forward = (value if gather is None else gather) * everywhere

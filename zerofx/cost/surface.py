@@ -39,10 +39,8 @@ def peak_expression(forecasts: Mapping[int, Forecast]) -> Any:
         NotAlikeError: the programs depend on the length by more than their shapes.
     """
     lengths, found = list(forecasts), list(forecasts.values())
-    resident = found[0].resident
-    states = resident.states
-    always = int(states.params + states.optimizer) + resident.buffers
-    grads = int(states.grads)
+    resident, always = found[0].resident, found[0].always
+    grads = int(resident.states.grads)
     phases = [
         _terms([each.forward for each in found], lengths),
         _terms([each.backward for each in found], lengths),

@@ -17,7 +17,9 @@ from zerofx.cost.link import Link
 from zerofx.debug.explanation import Explanation, explain_model
 from zerofx.debug.outcome import Setting
 from zerofx.errors import ConfigError
+from zerofx.frontend.choose import refuse_shared_sequences
 from zerofx.frontend.planner import DATACENTER_GPU, Machine
+from zerofx.passes.registry import with_registered
 from zerofx.torch_private import unwrap_compiled
 
 
@@ -65,7 +67,9 @@ def explain(
         raise ConfigError(f"explain: world_size={world_size} is not allowed", "use at least 1")
     if link is not None:
         machine = machine.with_link(_link(link, machine.link))
-    setting = Setting(config or ZeroConfig(), world_size, machine, memory_bytes)
+    config = with_registered(config or ZeroConfig())
+    refuse_shared_sequences(config, "explain", "leave it out, or explain a script that asks for it")
+    setting = Setting(config, world_size, machine, memory_bytes)
     return explain_model(unwrap_compiled(model), inputs, dict(named or {}), setting)
 
 

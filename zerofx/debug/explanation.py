@@ -263,7 +263,7 @@ def _rehearsed(traced: _Traced, config: ZeroConfig) -> list[GraphRecord]:
                 rehearse_graph(
                     module, values, traced.model, inner=inner, cast=cast, watcher=record
                 ),
-                runs=float(often),
+                runs=float(often * config.accumulate),
                 nested=often,
             )
     return records

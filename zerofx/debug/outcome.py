@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
 from zerofx.config import ZeroConfig
-from zerofx.cost.forecast import Forecast, Peak
-from zerofx.cost.lines import line_of
-from zerofx.cost.liveness import held_after, live_bytes
+from zerofx.cost.forecast import Peak
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.dump import Reader
 from zerofx.frontend.planner import Machine
-from zerofx.frontend.rehearsal import Rehearsal, lay_out
-from zerofx.frontend.resident import resident_of, update_seconds
+from zerofx.frontend.rehearsal import Rehearsal
+from zerofx.frontend.resident import is_hybrid, rest_of, update_seconds
 from zerofx.frontend.views import (
     Programs,
     Times,
+    coded_in,
+    forecast_of,
     gathered_before,
+    kept_by,
+    timeline_of,
     timelines,
     times_of,
 )
-from zerofx.ir.codes import wire_dtype
+from zerofx.ir.codes import all_reduced_bytes, wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START, keeps_codes
-from zerofx.ir.spec import ParamSpec
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, is_call
+from zerofx.ir.program import Program
+from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.ir.text import node_names
 
 
@@ -63,7 +66,7 @@ class CollectiveTime:
         seconds: that the link is busy with it.
         exposed: of these, how long nothing is computed.
         begin: when it begins, from the begin of its program.
-        runs: how often a step runs it.
+        runs: how often a step runs it; where gradients are held back, once for several backwards.
     """
 
     graph: int
@@ -126,27 +129,25 @@ def outcome_of(
     machine, fused = setting.machine, setting.config.inner == "inductor"
     graphs, times = list(zip(programs, rehearsals, strict=True)), Times(0.0, 0.0)
     for both, each in graphs:
-        times = times.plus(times_of(timelines(both, machine, fused=fused)), each.runs)
-    params = _all_params(rehearsals)
-    gathers = [start for forward, _ in programs for start in forward.calls(UNSHARD_START)]
-    coded = any(map(keeps_codes, gathers))
-    laid = lay_out(params, setting.config, setting.num_ranks, codes_are_kept=coded)
-    buffers = max((each.buffer_bytes for each in rehearsals), default=0)
+        times = times.plus(_times(both, each, setting), 1.0)
     many = sum(each.runs for each in rehearsals) > 1
-    resident = resident_of(laid, FP32_ADAM, buffers, machine.device, accumulates=many)
+    laid, resident = rest_of(
+        _all_params(rehearsals),
+        setting.config,
+        setting.num_ranks,
+        precision=FP32_ADAM,
+        buffers=max((each.buffer_bytes for each in rehearsals), default=0),
+        device=machine.device,
+        coded=coded_in(programs),
+        accumulates=many,
+    )
     update = update_seconds(laid, resident, machine)
-    sending = [(each.runs, start) for both, each in graphs for start in _sending(both)]
+    sending = [found for both, each in graphs for found in _sending(both, each, setting.config)]
     peaks: list[Peak] = []
     earlier = 0  # what the graphs before this one keep for their backward
-    for (forward, backward), each in graphs:
-        held = held_after(forward, machine.algorithms, fused=fused)
-        forecast = Forecast(
-            resident,
-            line_of(live_bytes(forward, machine.algorithms, fused=fused)),
-            line_of(
-                live_bytes(backward, machine.algorithms, fused=fused, before=held, accumulates=many)
-            ),
-            (sum(held.values[piece] for piece in held.lasting), 0.0),
+    for both, each in graphs:
+        forecast, held = forecast_of(
+            both, resident, machine.algorithms, fused=fused, accumulates=many
         )
         peak, kept = forecast.peak(1), sum(held.values.values())
         earlier += (each.nested - 1) * kept
@@ -157,8 +158,8 @@ def outcome_of(
     return Outcome(
         dataclasses.replace(times, update=update),
         max(peaks, key=lambda peak: peak.total),
-        sum(round(runs * facts(start).wire_bytes) for runs, start in sending),
-        round(sum(runs for runs, _ in sending)),
+        sum(each.wire_bytes for each in sending),
+        round(sum(each.runs for each in sending)),
     )
 
 
@@ -169,15 +170,15 @@ def collective_times(
     fused = setting.config.inner == "inductor"
     out: list[CollectiveTime] = []
     for number, (both, each) in enumerate(zip(programs, rehearsals, strict=True)):
-        already, runs = gathered_before(both), each.runs
+        sent = {found.start: found for found in _sending(both, each, setting.config)}
         for program, timeline in zip(
             both, timelines(both, setting.machine, fused=fused), strict=True
         ):
             names = node_names(program)
             for span, exposed in timeline.exposure():
-                record = facts(span.node)
-                if span.node in already or not record.wire_bytes:
+                if (found := sent.get(span.node)) is None:
                     continue
+                record, runs = facts(span.node), found.runs
                 out.append(
                     CollectiveTime(
                         number,
@@ -185,9 +186,9 @@ def collective_times(
                         names[span.node],
                         record.members,
                         wire_dtype(program, span.node),
-                        round(runs * record.wire_bytes),
+                        found.wire_bytes,
                         round(runs * record.scale_bytes),
-                        round(runs * program.bytes_across_nodes(span.node)),
+                        found.across_bytes,
                         runs * (span.end - span.begin),
                         runs * exposed,
                         span.begin,
@@ -206,11 +207,75 @@ def kept_bytes(programs: Sequence[Programs]) -> int:
     )
 
 
-def _sending(programs: Programs) -> list[fx.Node]:
-    """Starts of the collectives that send something."""
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """What a step sends in one collective.
+
+    Attributes:
+        start: of the collective.
+        runs: how often.
+        wire_bytes: in all of these.
+        across_bytes: those that leave the rank's node.
+    """
+
+    start: fx.Node
+    runs: float
+    wire_bytes: int
+    across_bytes: int
+
+
+def _sending(programs: Programs, rehearsal: Rehearsal, config: ZeroConfig) -> Iterator[_Sent]:
+    """The collectives that send something."""
     already = gathered_before(programs)
-    starts = [s for each in programs for s in each.calls(UNSHARD_START, REDUCE_START)]
-    return [start for start in starts if start not in already and facts(start).wire_bytes > 0]
+    for program in programs:
+        for start in program.calls(UNSHARD_START, REDUCE_START):
+            sent, across = facts(start).wire_bytes, program.bytes_across_nodes(start)
+            if start in already or not sent:
+                continue
+            runs = _runs(program, start, rehearsal, config)
+            once = rehearsal.runs / config.accumulate
+            # On a hybrid mesh the hop between replicas waits for the last backward.
+            waits = is_hybrid(config) and once < runs
+            shared = all_reduced_bytes(program, start) if waits else 0
+            left = shared if _layout(program, start).replicas_apart else 0
+            yield _Sent(
+                start,
+                runs,
+                round(runs * (sent - shared) + once * shared),
+                round(runs * (across - left) + once * left),
+            )
+
+
+def _runs(program: Program, start: fx.Node, rehearsal: Rehearsal, config: ZeroConfig) -> float:
+    """How often a step runs a collective.
+
+    A resident copy is gathered once after each optimizer step, for each of the equal blocks that
+    share a graph; gradients that `accumulate` holds back travel once for all.
+    """
+    layout = _layout(program, start)
+    if not is_call(start, REDUCE_START):
+        return min(rehearsal.runs, rehearsal.nested) if layout.resident else rehearsal.runs
+    held = config.stage < 2 or (is_hybrid(config) and not layout.sharded)
+    return rehearsal.runs / config.accumulate if held else rehearsal.runs
+
+
+def _layout(program: Program, start: fx.Node) -> Layout:
+    return program.params[facts(start).members[0]].layout
+
+
+def _times(programs: Programs, rehearsal: Rehearsal, setting: Setting) -> Times:
+    """All runs of a graph in a step: those that send everything, and those that send less."""
+    kept, fused = kept_by(programs[0]), setting.config.inner == "inductor"
+    runs = {each.start: each.runs for each in _sending(programs, rehearsal, setting.config)}
+    times = Times(0.0, 0.0)
+    for program in programs:
+        own = {start: runs[start] for start in program.graph.nodes if start in runs}
+        before = 0.0
+        for often in sorted({*own.values(), rehearsal.runs}):
+            silent = {start for start, number in own.items() if number < often}
+            found = timeline_of(program, setting.machine, kept, fused=fused, silent=silent)
+            times, before = times.plus(times_of([found]), often - before), often
+    return times
 
 
 def _all_params(rehearsals: Sequence[Rehearsal]) -> list[ParamSpec]:

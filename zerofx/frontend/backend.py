@@ -198,15 +198,15 @@ def _stage_for(
     if root is None:
         return 0  # nothing to shard
     given = config_from_options(3, _options_at(3, options))
-    config = at_stage(given, 0)
+    plain = at_stage(given, 0)
     for name in ("secondary_shards", "quantize", "quantize_weights", "quantize_gradients"):
-        if getattr(config, name) != getattr(given, name):
+        if getattr(plain, name) != getattr(given, name):
             raise ConfigError(
                 f"option {name}={getattr(given, name)!r} has a meaning at some stages only, and "
                 'backend="zero" chooses the stage',
                 'use backend="zero3"; `zerofx plan` says what fits',
             )
-    return choose_stage(module, inputs, root, config)
+    return choose_stage(module, inputs, root, given)
 
 
 def _options_at(stage: Stage, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import logging
 import os
@@ -17,16 +16,18 @@ from torch import fx, nn
 
 from zerofx.config import Stage, ZeroConfig
 from zerofx.cost.comm import Algorithms, algorithms_for
-from zerofx.cost.forecast import Forecast
-from zerofx.cost.lines import line_of
-from zerofx.cost.liveness import held_after, live_bytes
+from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import FP32_ADAM
+from zerofx.cost.tables import CommTable, topology
 from zerofx.errors import ConfigError, ShardingError
-from zerofx.frontend.rehearsal import Rehearsal, lay_out, rehearse_graph
-from zerofx.frontend.resident import resident_of
+from zerofx.frontend.planner import at_stage
+from zerofx.frontend.rehearsal import Rehearsal, rehearse_graph
+from zerofx.frontend.resident import rest_of
+from zerofx.frontend.views import coded_in, forecast_of
 from zerofx.runtime.arrivals import Arrivals
-from zerofx.runtime.comm import backend_for
+from zerofx.runtime.comm import backend_for, node_size_of
 from zerofx.runtime.members import members, new_key, ranks_of
+from zerofx.runtime.network import kept_table, ranks_of_a_node
 from zerofx.torch_private import default_store
 
 _log = logging.getLogger(__name__)
@@ -51,11 +52,7 @@ def choose_stage(
         ShardingError: the first rank failed.
         ConfigError: ranks share sequences, which plans know nothing of.
     """
-    if config.sequence_parallel > 1:
-        raise ConfigError(
-            'option sequence_parallel does not go with backend="zero", which plans whole sequences',
-            'name the stage, as in backend="zero3"',
-        )
+    refuse_shared_sequences(config, 'backend="zero"', 'name the stage, as in backend="zero3"')
     device = next(root.parameters()).device
     if not dist.is_available() or not dist.is_initialized():
         return 0  # sharding will say what is missing
@@ -75,13 +72,32 @@ def choose_stage(
         offers = [json.loads(text) for text in arrivals.all_say()]
         room = least_memory(offers, given=config.device_memory is not None)
         with torch.inference_mode(False), torch.enable_grad():  # one may evaluate first
-            rehearsal = rehearse_graph(module, inputs, root, inner=config.inner)
+            how = {"inner": config.inner, "cast": config.param_dtype}
+            rehearsal = rehearse_graph(module, inputs, root, **how)
         stage = _decide(rehearsal, config, room)
     except Exception as error:
         store.set(key, f"{type(error).__name__}: {error}")
         raise
     store.set(key, str(stage))
     return stage
+
+
+def refuse_shared_sequences(config: ZeroConfig, what: str, remedy: str) -> None:
+    """Raise where ranks would share sequences, which plain models know nothing of.
+
+    Args:
+        config: the options.
+        what: was asked for.
+        remedy: what to do instead.
+
+    Raises:
+        ConfigError: they would.
+    """
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            f"option sequence_parallel does not go with {what}, which plans whole sequences",
+            remedy,
+        )
 
 
 def least_memory(offers: Sequence[tuple[str, int, bool]], *, given: bool) -> int:
@@ -99,23 +115,37 @@ def least_memory(offers: Sequence[tuple[str, int, bool]], *, given: bool) -> int
 
 
 def predicted_peaks(
-    rehearsal: Rehearsal, config: ZeroConfig, num_ranks: int, algorithms: Algorithms
+    rehearsal: Rehearsal,
+    config: ZeroConfig,
+    num_ranks: int,
+    algorithms: Algorithms,
+    machine: Machine | None = None,
 ) -> dict[Stage, int]:
-    """Bytes of a rank at the peak of a step, by stage, with AdamW."""
+    """Bytes of a rank at the peak of a step, by stage, with AdamW.
+
+    Args:
+        rehearsal: of the model.
+        config: options; those that have no meaning at a stage do not count there.
+        num_ranks: W.
+        algorithms: which calls move a bucket.
+        machine: where it trains; by default a typical one.
+    """
     peaks: dict[Stage, int] = {}
     for stage in _STAGES:
-        chosen = dataclasses.replace(config, stage=stage)
-        forward, backward = rehearsal.programs(chosen, num_ranks)
-        fused = config.inner == "inductor"
-        held = held_after(forward, algorithms, fused=fused)
-        laid = lay_out(rehearsal.params, chosen, num_ranks)
-        device, many = rehearsal.device.type, config.accumulate > 1
-        forecast = Forecast(
-            resident_of(laid, FP32_ADAM, rehearsal.buffer_bytes, device, accumulates=many),
-            line_of(live_bytes(forward, algorithms, fused=fused)),
-            line_of(live_bytes(backward, algorithms, fused=fused, before=held, accumulates=many)),
-            (sum(held.values[piece] for piece in held.lasting), 0.0),
+        chosen, many = at_stage(config, stage), config.accumulate > 1
+        programs = rehearsal.programs(chosen, num_ranks, machine=machine)
+        _, resident = rest_of(
+            rehearsal.params,
+            chosen,
+            num_ranks,
+            precision=FP32_ADAM,
+            buffers=rehearsal.buffer_bytes,
+            device=rehearsal.device.type,
+            coded=coded_in([programs]),
+            accumulates=many,
         )
+        fused = config.inner == "inductor"
+        forecast, _ = forecast_of(programs, resident, algorithms, fused=fused, accumulates=many)
         peaks[stage] = forecast.peak(1).total
     return peaks
 
@@ -126,7 +156,8 @@ def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
     assert group is not None
     device = rehearsal.device
     algorithms = algorithms_for(backend_for(group, device), device.type, num_ranks, num_ranks)
-    peaks = predicted_peaks(rehearsal, config, num_ranks, algorithms)
+    machine = machine_of(device.type, _kept_table(config, group, device, num_ranks))
+    peaks = predicted_peaks(rehearsal, config, num_ranks, algorithms, machine)
     listed = ", ".join(f"zero{stage} {peak / 1e9:.3g} GB" for stage, peak in peaks.items())
     fitting: list[Stage] = [stage for stage, peak in peaks.items() if peak <= room]
     if not fitting:
@@ -134,6 +165,17 @@ def _decide(rehearsal: Rehearsal, config: ZeroConfig, room: int) -> Stage:
         return 3
     _log.info("zero%d is the first to fit into %.3g GB: %s", fitting[0], room / 1e9, listed)
     return min(fitting)
+
+
+def _kept_table(
+    config: ZeroConfig, group: dist.ProcessGroup, device: torch.device, num_ranks: int
+) -> CommTable | None:
+    """What `zerofx bench comm` kept for the axis that will shard: buckets go by it."""
+    replicas = mesh.size(0) if (mesh := config.mesh) is not None and mesh.ndim == 2 else 1
+    shards = num_ranks // max(replicas, config.replicate)
+    node_size = node_size_of(range(shards), ranks_of_a_node(config.ranks_per_node, num_ranks))
+    version, backend = str(torch.__version__), backend_for(group, device)
+    return kept_table(topology(backend, device.type, shards, node_size, version))
 
 
 def _memory_bytes(device: torch.device, config: ZeroConfig) -> int:

@@ -22,15 +22,21 @@ from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import Precision
 from zerofx.cost.surface import peak_expression
+from zerofx.errors import UnsupportedError
 from zerofx.frontend.constructors import construct
-from zerofx.frontend.rehearsal import buffer_bytes, describe_params, lay_out, rehearse_model
-from zerofx.frontend.resident import kept_codes, resident_of, update_seconds
+from zerofx.frontend.rehearsal import (
+    Rehearsal,
+    buffer_bytes,
+    describe_params,
+    lay_out,
+    rehearse_model,
+)
+from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, Traffic, View, grow, look, total_of
-from zerofx.frontend.weigh import Weighing, pays
+from zerofx.frontend.weigh import CODING, Weighing, pays
 from zerofx.ir.spec import ParamSpec
-from zerofx.passes.buckets import MOST_BYTES, default_target
-from zerofx.passes.quantize_unshards import QuantizeUnshards
+from zerofx.passes.buckets import default_target
 from zerofx.torch_private import fake_mode
 
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
@@ -131,10 +137,10 @@ class Planner:
         weighed: dict[int, Weighing] = {}
         try:
             views = self._views(params, stages, blocks, weighed)
-        except NotAlikeError:
+        except (NotAlikeError, UnsupportedError):
             if blocks is None:
                 raise
-            blocks = None  # its blocks are not alike after all
+            blocks = None  # its blocks are not alike after all, or its forward counts them
             views = self._views(params, stages, None, weighed)
         plans = {
             stage: self._stage_plan(stage, views[stage], params, buffers, weighed[stage])
@@ -165,65 +171,64 @@ class Planner:
 
         Gathers run ahead, and reductions behind, by about the largest parameter or bucket.
         """
-        sizes = [spec.numel * spec.dtype.itemsize for spec in params]
+        sizes = [spec.full_bytes for spec in params]
         numbered = [re.search(r"\d+", spec.name) is not None for spec in params]
         block = sum(size for size, inside in zip(sizes, numbered, strict=True) if inside) // depth
-        return 3 + math.ceil(2 * max(*sizes, MOST_BYTES) / max(1, block))
+        return 3 + math.ceil(2 * max(*sizes, self.machine.most_bucket_bytes) / max(1, block))
 
     def _model(self, depth: int) -> nn.Module:
         model = self.build()
-        if self.precision.name == "mixed":
-            _cast(model, torch.bfloat16)
+        if (dtype := own_dtype(self.precision)) is not torch.float32:
+            _cast(model, dtype)
         if depth:
             shorten(model, depth)
         return model
 
     def _views(
         self,
-        params: Iterable[ParamSpec],
+        params: Sequence[ParamSpec],
         stages: Sequence[int],
         blocks: tuple[int, int, int] | None,
         weighed: dict[int, Weighing],
     ) -> dict[int, View]:
         """Each stage's programs: from two depths for a third one, or of the model as it is."""
-        config = self._with_bucket_size(params)
+        configs = {stage: self._config_at(stage, params) for stage in stages}
         if blocks is None:
-            return self._at_depth(config, stages, 0, weighed)
-        few, more = (self._at_depth(config, stages, each, weighed) for each in blocks[:2])
+            return self._at_depth(configs, 0, weighed)
+        few, more = (self._at_depth(configs, each, weighed) for each in blocks[:2])
         return {stage: grow(few[stage], more[stage], blocks, stage) for stage in stages}
 
     def _at_depth(
-        self, config: ZeroConfig, stages: Sequence[int], depth: int, weighed: dict[int, Weighing]
+        self, configs: Mapping[int, ZeroConfig], depth: int, weighed: dict[int, Weighing]
     ) -> dict[int, View]:
         """Programs of two batch sizes, of others if those of the first differ."""
         # Programs of one sample may differ from all others: sizes of 1 drop out.
         batch = max(2, self.batch)
         try:
-            return self._at_batches(config, stages, depth, (batch, batch + 1), weighed)
+            return self._at_batches(configs, depth, (batch, batch + 1), weighed)
         except NotAlikeError:
             # By chance, as where the batch is as large as another extent.
-            return self._at_batches(config, stages, depth, (batch + 3, batch + 5), weighed)
+            return self._at_batches(configs, depth, (batch + 3, batch + 5), weighed)
 
     def _at_batches(
         self,
-        config: ZeroConfig,
-        stages: Sequence[int],
+        configs: Mapping[int, ZeroConfig],
         depth: int,
         batches: tuple[int, int],
         weighed: dict[int, Weighing],
     ) -> dict[int, View]:
         """Whether codes pay is found once for all of a stage."""
         where = f"{depth} blocks" if depth else "the model"
-        rehearsals = []
+        config, rehearsals = self.config, list[Rehearsal]()
         for size in batches:
             self.say(f"tracing {where} at batch size {size}")
             model = functools.partial(self._model, depth)
             inputs = functools.partial(self.inputs, size, self.length)
             rehearsals.append(rehearse_model(model, inputs, config.inner, config.param_dtype))
         views: dict[int, View] = {}
-        for stage in stages:
+        machine = self.machine
+        for stage, chosen in configs.items():
             self.say(f"running the passes of stage {stage} on {where}")
-            chosen, machine = at_stage(config, stage), self.machine
             if stage not in weighed:
                 weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, machine)
             one, other = (
@@ -234,12 +239,14 @@ class Planner:
             views[stage] = look((one, other), batches, self.batch, machine, fused=fused)
         return views
 
-    def _with_bucket_size(self, params: Iterable[ParamSpec]) -> ZeroConfig:
-        """What the whole model's buckets would be, for shallow ones too."""
-        if self.config.bucket_bytes is not None:
-            return self.config
-        whole = sum(spec.numel * spec.dtype.itemsize for spec in params)
-        return dataclasses.replace(self.config, bucket_bytes=default_target(whole))
+    def _config_at(self, stage: int, params: Sequence[ParamSpec]) -> ZeroConfig:
+        """The options at a stage; buckets are those of the whole model, of shallow ones too."""
+        config = at_stage(self.config, stage)
+        if config.bucket_bytes is not None:
+            return config
+        laid = lay_out(params, config, self.num_ranks)
+        target = default_target(laid, self.machine.most_bucket_bytes)
+        return dataclasses.replace(config, bucket_bytes=target)
 
     def _stage_plan(
         self,
@@ -249,11 +256,16 @@ class Planner:
         buffers: int,
         weighed: Weighing,
     ) -> StagePlan:
-        config = at_stage(self.config, stage)
-        coded = pays(weighed, QuantizeUnshards.name)
-        laid = lay_out(params, config, self.num_ranks, codes_are_kept=coded)
-        resident = resident_of(laid, self.precision, buffers, self.machine.device)
-        resident = dataclasses.replace(resident, codes=kept_codes(laid, config, weighed))
+        laid, resident = rest_of(
+            params,
+            at_stage(self.config, stage),
+            self.num_ranks,
+            precision=self.precision,
+            buffers=buffers,
+            device=self.machine.device,
+            coded=[each.name for each in CODING if pays(weighed, each.name)],
+            accumulates=False,
+        )
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         update = update_seconds(laid, resident, self.machine)
         times = dataclasses.replace(view.times, update=update)
@@ -269,6 +281,11 @@ def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
     if stage == 0 or (config.quantize_weights and not config.quantize_gradients and stage < 3):
         without |= {"quantize": None, "quantize_gradients": None, "drift_every": None}
     return dataclasses.replace(config, stage=stage, **without)
+
+
+def own_dtype(precision: Precision) -> torch.dtype:
+    """The dtype that parameters have, fp32 ones of the model."""
+    return torch.bfloat16 if precision.name == "mixed" else torch.float32
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Resident
 from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision, states
-from zerofx.frontend.weigh import CODING, Weighing, pays
+from zerofx.frontend.rehearsal import lay_out
+from zerofx.frontend.weigh import CODING
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.pipelines import pipeline
+from zerofx.passes.quantize_unshards import QuantizeUnshards
 
 
-def resident_of(
-    laid: Sequence[ParamSpec],
+def rest_of(
+    params: Iterable[ParamSpec],
+    config: ZeroConfig,
+    num_ranks: int,
+    *,
     precision: Precision,
     buffers: int,
     device: str,
-    *,
-    accumulates: bool = False,
-) -> Resident:
-    """What lives all the time on the rank that holds most, with `torch.optim.AdamW`.
+    coded: Collection[str],
+    accumulates: bool,
+) -> tuple[list[ParamSpec], Resident]:
+    """The parameters as `config` lays them out, and what lives all the time on the fullest rank.
+
+    The optimizer is `torch.optim.AdamW`.
 
     Args:
-        laid: the parameters with the layouts of a stage.
+        params: of the model.
+        config: stage and options.
+        num_ranks: W.
         precision: of parameters and optimizer.
         buffers: bytes of the model's buffers.
         device: `cuda` or `cpu`.
+        coded: names of the passes whose codes travel (`zerofx.frontend.weigh`).
         accumulates: gradients of other graphs or micro-batches are there when one of them runs.
     """
+    laid = lay_out(params, config, num_ranks, codes_are_kept=QuantizeUnshards.name in coded)
     fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
     # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
     step = 2 * max(fp32, default=0) if device == "cpu" else sum(fp32)
     step += sum(_widening(spec) for spec in laid if spec.trainable)
     held = states(laid, precision)
-    return Resident(held, buffers, step, standing=int(held.grads) if accumulates else 0)
+    standing = int(held.grads) + _held_back(laid, config) if accumulates else 0
+    return laid, Resident(held, buffers, step, standing, _kept_codes(laid, config, coded))
+
+
+def _held_back(laid: Iterable[ParamSpec], config: ZeroConfig) -> int:
+    """Bytes of the sums that wait beside `.grad` for the last of `accumulate` backwards.
+
+    They are full gradients at stages 0 and 1, and means that replicas have not shared yet on a
+    hybrid mesh.
+    """
+    total = 0
+    for spec in laid if config.accumulate > 1 else ():
+        layout = spec.layout
+        size = spec.shape if config.stage < 2 else spec.shard_shape(0)
+        if spec.trainable and (config.stage < 2 or is_hybrid(config)):
+            total += math.prod(size) * (layout.reduce_dtype or spec.full_dtype).itemsize
+    return total
+
+
+def is_hybrid(config: ZeroConfig) -> bool:
+    """Whether groups of ranks hold the same shards."""
+    return config.replicate > 1 if config.mesh is None else config.mesh.ndim == 2
 
 
 def _widening(spec: ParamSpec) -> int:
@@ -49,10 +82,10 @@ def _widening(spec: ParamSpec) -> int:
     return spec.shard_shape(0).numel() * (spec.dtype.itemsize - spec.grad_dtype.itemsize) - freed
 
 
-def kept_codes(laid: Sequence[ParamSpec], config: ZeroConfig, weighed: Weighing) -> int:
+def _kept_codes(laid: Iterable[ParamSpec], config: ZeroConfig, coded: Collection[str]) -> int:
     """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
     coding = [each for each in pipeline(config, 0) if isinstance(each, CODING)]
-    sent = [each for each in coding if pays(weighed, each.name)]
+    sent = [each for each in coding if each.name in coded]
     return sum(each.kept_bytes(spec) for each in sent for spec in laid)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -44,12 +44,18 @@ def _counts(column: list[Any]) -> bool:
     return column == list(range(column[0], column[0] + len(column)))
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, cast("tuple[Any, ...]", value)))
+    return isinstance(value, (str, int, float, bool, type(None)))
+
+
 def _look(block: nn.Module) -> dict[str, Any]:
     look: dict[str, Any] = {}
     for path, module in block.named_modules():
         look[path] = type(module)
         for key, value in vars(module).items():
-            if not key.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
+            if not key.startswith("_") and _is_plain(value):
                 look[f"{path}:{key}"] = value
     for name, param in block.named_parameters():
         look[f"param {name}"] = tuple(param.shape), param.dtype, param.requires_grad

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
 
 from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import Kernels
 from zerofx.cost.curve import Curve
-from zerofx.cost.lines import Line, deepen, line_through
+from zerofx.cost.forecast import Forecast, Resident
+from zerofx.cost.lines import Line, deepen, line_of, line_through
 from zerofx.cost.liveness import Held, held_after, live_bytes
 from zerofx.cost.machine import Machine, already_whole
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START, is_call
+from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
 from zerofx.ir.program import Program
+from zerofx.passes.quantize_reduces import QuantizeReduces
+from zerofx.passes.quantize_unshards import QuantizeUnshards
 from zerofx.sim.timeline import Timeline, simulate
 
 Programs = tuple[Program, Program]
@@ -118,6 +120,39 @@ def look(
     )
 
 
+def forecast_of(
+    programs: Programs,
+    resident: Resident,
+    algorithms: Algorithms,
+    *,
+    fused: bool,
+    accumulates: bool,
+) -> tuple[Forecast, Held]:
+    """The memory of programs of one batch size, in batches of that size; and what forward leaves.
+
+    Args:
+        programs: after all passes.
+        resident: what lives all the time.
+        algorithms: which calls move a bucket.
+        fused: whether kernels are fused, as Inductor does.
+        accumulates: see `live_bytes`.
+    """
+    forward, backward, held = _curves(programs, algorithms, fused, accumulates=accumulates)
+    lasting = sum(held.values[piece] for piece in held.lasting)
+    return Forecast(resident, line_of(forward), line_of(backward), (lasting, 0.0)), held
+
+
+def coded_in(programs: Iterable[Programs]) -> frozenset[str]:
+    """Names of the passes whose codes travel in some of them."""
+    calls = {QuantizeUnshards.name: UNSHARD_START, QuantizeReduces.name: REDUCE_START}
+    every = [program for both in programs for program in both]
+    return frozenset(
+        name
+        for name, call in calls.items()
+        if any(codecs(start) for program in every for start in program.calls(call))
+    )
+
+
 def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> View:
     """The view of a deep model, from those of two shallow ones.
 
@@ -198,7 +233,12 @@ def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Tim
 
 
 def timeline_of(
-    program: Program, machine: Machine, kept: frozenset[str], *, fused: bool
+    program: Program,
+    machine: Machine,
+    kept: frozenset[str],
+    *,
+    fused: bool,
+    silent: Collection[fx.Node] = frozenset(),
 ) -> Timeline:
     """One program in simulated time.
 
@@ -207,10 +247,17 @@ def timeline_of(
         machine: where it will run.
         kept: parameters that forward leaves whole.
         fused: whether kernels are fused, as Inductor does.
+        silent: starts of collectives that send nothing this time.
     """
     whole = already_whole(program, kept)
-    link = functools.partial(machine.link_seconds, program, whole=whole)
-    codes = functools.partial(machine.code_seconds, program, whole=whole)
+
+    def link(node: fx.Node) -> float:
+        return 0.0 if node in silent else machine.link_seconds(program, node, whole)
+
+    def codes(node: fx.Node) -> float:
+        start = collective_of(node)
+        return 0.0 if start in silent else machine.code_seconds(program, node, whole)
+
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
     return simulate(program, kernels.seconds, link, codes, machine.host)
 
@@ -227,11 +274,13 @@ def kept_by(forward: Program) -> frozenset[str]:
     return frozenset(facts(node).param for node in forward.calls(KEEP))
 
 
-def _curves(programs: Programs, algorithms: Algorithms, fused: bool) -> tuple[Curve, Curve, Held]:
+def _curves(
+    programs: Programs, algorithms: Algorithms, fused: bool, *, accumulates: bool = False
+) -> tuple[Curve, Curve, Held]:
     forward, backward = programs
     held = held_after(forward, algorithms, fused=fused)
     return (
         live_bytes(forward, algorithms, fused=fused),
-        live_bytes(backward, algorithms, fused=fused, before=held),
+        live_bytes(backward, algorithms, fused=fused, before=held, accumulates=accumulates),
         held,
     )
