@@ -282,9 +282,7 @@ def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
     per_node = config.ranks_per_node or num_ranks
     node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)
     check_nodes(config, shards, node_size)
-    replicas_of_one = range(0, num_ranks, shards)
-    node_sizes = (
-        node_size,
-        *(node_size_of(ranks, per_node) for ranks in (range(num_ranks), replicas_of_one)),
-    )
+    whole = node_size_of(range(num_ranks), per_node)
+    replicas_of_one = node_size_of(range(0, num_ranks, shards), per_node)
+    node_sizes = node_size, whole, replicas_of_one
     return layouts_of(config, num_ranks, shards, node_sizes, (_SHARDED, _WHOLE))
