@@ -26,7 +26,6 @@ from zerofx.sim.timeline import Timeline, simulate
 
 aten = torch.ops.aten
 NAMES = ("a", "b", "c", "d")
-VALUE = 2 * 3 * 8
 
 
 def chain(rows: list[int], reduced: bool = False) -> Program:

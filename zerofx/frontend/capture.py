@@ -104,8 +104,7 @@ class Capture:
         self._setting = _setting(config, session)
         self._journal = session.journal if session else None
         self._axes = session.axes if session else None
-        # Of a rehearsal, which `cut` is, nobody else is told.
-        self._dump = Dump(0, self.passes, [watcher], self._setting) if watcher else None
+        self._dump: Dump | None = None
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
@@ -183,6 +182,8 @@ class Capture:
             module: Dynamo's graph, with markers where it reads parameters.
             inputs: its inputs, of which only shapes count.
         """
+        if self._watcher is not None:  # nobody else is told of a rehearsal
+            self._dump = Dump(0, self.passes, [self._watcher], self._setting)
         inductor = self.config.inner == "inductor"
         halves = cut_apart(module, inputs, self._partition, inductor=inductor)
         regions = (Region.FORWARD, Region.BACKWARD)

@@ -179,7 +179,7 @@ def dump_for(
         return None  # a graph without parameters has no programs of ours
     taken = number()
     if folder:
-        told.insert(len(readers), _Folder(_made(Path(folder), taken)))
+        told.append(_Folder(_made(Path(folder), taken)))
     return Dump(taken, passes, told, setting)
 
 

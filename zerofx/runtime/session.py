@@ -279,10 +279,10 @@ class Session:
     def _domains(self) -> tuple[Domain, Domain]:
         shard, num_ranks = self.axes.shard, self.world.size
         num_shards = shard.size if self.config.stage > 0 else 1
-        axes = shard if num_shards > 1 else self.world, self.world, self.axes.replica
-        first, second, third = (1 if axis is None else axis.node_size for axis in axes)
+        sharing, replica = shard if num_shards > 1 else self.world, self.axes.replica
+        replicas_of_one = 1 if replica is None else replica.node_size
+        node_sizes = sharing.node_size, self.world.node_size, replicas_of_one
         handles = new_handle(), new_handle()
-        node_sizes = first, second, third
         sharded, whole = layouts_of(self.config, num_ranks, num_shards, node_sizes, handles)
         return (
             Domain(
