@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from zerofx.cost.tables import (
 )
 from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.ir.ops import REDUCE_START
-from zerofx.runtime import network
+from zerofx.runtime import collectives, network
 from zerofx.runtime.assumed import assumed_table
 from zerofx.runtime.calibrate import calibrate
 from zerofx.runtime.comm import Comm, make_comm
@@ -214,6 +215,21 @@ def test_every_algorithm_is_measured_and_kept(tmp_path: Path) -> None:
         assert len(ways) == len(table.costs) == 2 * 3 * 2 + 2 + 2
     for table, _ in run_ranks(4, _measured, str(tmp_path), 4):
         assert {cost.algorithm for cost in table.costs} == {"native", "point_to_point"}
+
+
+def _exchanged() -> list[list[int]]:
+    """With whom codes are exchanged while that is measured."""
+    assert dist.group.WORLD is not None
+    device = torch.device("cpu")
+    comm = make_comm(dist.group.WORLD, device, 2)
+    with patch.object(collectives, "all_to_all", wraps=collectives.all_to_all) as calls:
+        calibrate(comm, device, sizes=(1 << 12,), repeats=1)
+    return [list(call.args[1]) for call in calls.call_args_list]
+
+
+def test_codes_are_exchanged_in_two_hops_between_nodes() -> None:
+    _, found, *_ = run_ranks(4, _exchanged)
+    assert found == 4 * [[0, 1], [1, 3]], "by native calls, and by messages, two of each"
 
 
 def _train(

@@ -226,17 +226,35 @@ def reduce_codes(
         everyone = range(comm.size)
         return collectives.all_to_all(wire, everyone, comm.rank, comm, tag).then(finish)
 
-    def cross(arrived: list[Tensor]) -> Pending:
+    def mean(arrived: Tensor) -> Tensor:
         means = wire.new_empty(comm.num_nodes, kernels.across_bytes)
-        repack([arrived[0]], [means, *errors[1]], seed + world.size)
-        memory.drift.look(kernels.checks[1], arrived, means)
-        column = range(comm.column, comm.size, comm.node_size)
-        return collectives.all_to_all(means, column, comm.node, comm, tag)
+        repack([arrived], [means, *errors[1]], seed + world.size)
+        memory.drift.look(kernels.checks[1], [arrived], means)
+        return means
 
-    first = comm.node * comm.node_size
-    rows = wire.view(comm.node_size, comm.num_nodes, -1)
-    inside = range(first, first + comm.node_size)
-    pending = collectives.all_to_all(rows, inside, comm.column, comm, tag)
-    pending = pending.then(cross).then(finish)
+    pending = exchange_two_hop(wire, mean, comm, tag).then(finish)
     pending.is_short = True  # the hop between nodes overlaps with what follows
     return pending
+
+
+def exchange_two_hop(
+    rows: Tensor, mean: Callable[[Tensor], Tensor], comm: Comm, tag: int
+) -> Pending:
+    """Start sending each rank its row by way of the rank of this node that shares its column.
+
+    Args:
+        rows: contiguous, one for each rank.
+        mean: makes one row for each node of what came from the ranks of this node, a tensor
+            `[d, N, …]` of their rows for the ranks of this column.
+        comm: the axis, d ranks on each of N nodes.
+        tag: as for `zerofx.runtime.collectives.all_gather`.
+    """
+    first = comm.node * comm.node_size
+    inside = range(first, first + comm.node_size)
+    column = range(comm.column, comm.size, comm.node_size)
+
+    def cross(arrived: list[Tensor]) -> Pending:
+        return collectives.all_to_all(mean(arrived[0]), column, comm.node, comm, tag)
+
+    by_column = rows.view(comm.node_size, comm.num_nodes, -1)
+    return collectives.all_to_all(by_column, inside, comm.column, comm, tag).then(cross)
