@@ -236,11 +236,12 @@ def test_schedules_that_do_not_fit(params: dict[str, Any], message: str) -> None
         ('{"a": 1,\n // "b"\n /* two\n lines */ "c" }', "line 4"),
         ('{"a": 1, "a": 2}', "named twice in one object: a"),
         ("[1]", "holds no object"),
+        ('{"a": "é"}', "cannot read .*: 'utf-8' codec"),
     ],
 )
 def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=message):
         zerofx.from_deepspeed(file)
     with pytest.raises(ConfigError, match="cannot read"):

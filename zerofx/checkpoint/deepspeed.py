@@ -167,7 +167,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 def _tag(path: Path) -> Path:
     latest = path / "latest"
-    return path / latest.read_text().strip() if latest.is_file() else path
+    return path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
 
 
 def _files(folder: Path, kind: str) -> Iterator[Path]:

@@ -34,7 +34,7 @@ def write_source(spec: KernelSpec, folder: Path, *, fp8: bool = False) -> Path:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{name}.{os.getpid()}.part"
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     return path
 

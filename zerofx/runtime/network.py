@@ -88,7 +88,7 @@ def kept_table(topology: str) -> CommTable | None:
     """
     path = table_path(topology)
     try:
-        return loads(path.read_text()) if path.exists() else None
+        return loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (OSError, ValueError) as error:
         remedy = "delete it, or run `zerofx bench comm` again"
         raise ConfigError(f"{path}: {error}", remedy) from error
@@ -127,5 +127,5 @@ def save_machine(machine: Machine, table: CommTable) -> Path:
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     return partial.replace(path)

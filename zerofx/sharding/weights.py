@@ -152,7 +152,7 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / _INDEX).is_file():
-        places = json.loads((path / _INDEX).read_text())["weight_map"]
+        places = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return [path / file for file in sorted(set(places.values()))]
     if (path / _SINGLE).is_file():
         return [path / _SINGLE]

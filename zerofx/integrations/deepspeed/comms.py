@@ -132,7 +132,7 @@ class Recording:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             self._profiler.export_chrome_trace(path)
-            return json.loads(Path(path).read_text())["traceEvents"]
+            return json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
 
 
 def _stopped(profiler: profile) -> bool:

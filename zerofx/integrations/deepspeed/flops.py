@@ -140,7 +140,7 @@ def _appender(path: str) -> Callable[[str], None]:
         raise ConfigError(f"{_SECTION}.output_file: no folder {folder}", "make it first")
 
     def write(text: str) -> None:
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(f"{text}\n")
 
     return write

@@ -36,7 +36,7 @@ def _csv(output_path: str = "csv_monitor", job_name: str = "DeepSpeedJobName") -
     def write(name: str, value: float, samples: int) -> None:
         path = folder / f"{name.replace('/', '_')}.csv"
         new = not path.exists()
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             if new:
                 rows.writerow(["step", name.rpartition("/")[2]])

@@ -32,10 +32,10 @@ def read(source: Source) -> dict[str, Any]:
         )
     path = Path(source)
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read {path}: {error.strerror}", "name a ds_config.json"
+            f"cannot read {path}: {getattr(error, 'strerror', error)}", "name a ds_config.json"
         ) from None
     for extra in (_COMMENT, _COMMA):
         text = extra.sub(_blank, text)
