@@ -265,7 +265,7 @@ def write_index(
         places = {name: file for file, names in files.items() for name in names}
         num_bytes = sum(_num_bytes(value, dtype) for value in values.values())
         index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_config(folder: Path, model: nn.Module) -> None:

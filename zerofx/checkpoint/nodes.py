@@ -82,9 +82,9 @@ def find(path: str | os.PathLike[str], ranks: Ranks) -> Path:
 
 def save_of(folder: Path) -> str:
     """Of which save a complete folder of a node is; "" if it is none."""
-    return (
-        (folder / NODE_LOCAL).read_text() if is_node_local(folder) and is_complete(folder) else ""
-    )
+    if is_node_local(folder) and is_complete(folder):
+        return (folder / NODE_LOCAL).read_text(encoding="utf-8")
+    return ""
 
 
 def is_node_local(folder: Path) -> bool:
@@ -175,7 +175,7 @@ class _NodeWriter(FileSystemWriter):
             for each, first in zip(results, self._folders, strict=True)
             if first == self._position
         ]
-        with (Path(self.path) / NODE_LOCAL).open("w") as file:
+        with (Path(self.path) / NODE_LOCAL).open("w", encoding="utf-8") as file:
             file.write(save_id)
             file.flush()
             os.fsync(file.fileno())

@@ -84,7 +84,7 @@ def ways_of(comm: Comm) -> Iterator[tuple[Collective, Algorithm, torch.dtype]]:
     algorithms: list[Algorithm] = ["native"]
     if comm.algorithms.all_gather != "native":
         algorithms.append("point_to_point")
-        if 1 < comm.node_size < comm.size:
+        if comm.allows_two_hops:
             algorithms.append("two_hop")
     # An all-reduce that goes by messages is a gather: see `all_reduce_mean`.
     serving = {"all_reduce": algorithms[:1], "all_to_all": algorithms[:2]}
@@ -142,7 +142,7 @@ def _starting(collective: Collective, full: Tensor, comm: Comm) -> Callable[[], 
 
 def _exchange(rows: Tensor, comm: Comm, tag: int) -> Pending:
     """By the hops of reduced codes, which send as many bytes in two as in one."""
-    if 1 < comm.node_size < comm.size:
+    if comm.allows_two_hops:
         return exchange_two_hop(rows, lambda arrived: arrived[0], comm, tag)
     return all_to_all(rows, range(comm.size), comm.rank, comm, tag)
 

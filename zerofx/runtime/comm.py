@@ -56,15 +56,30 @@ class Comm:
         return self.rank % self.node_size
 
     @property
+    def allows_two_hops(self) -> bool:
+        """Whether each of several nodes has several ranks."""
+        return 1 < self.node_size < self.size
+
+    @property
+    def node_positions(self) -> range:
+        """Of the ranks of this node, along the axis."""
+        first = self.node * self.node_size
+        return range(first, first + self.node_size)
+
+    @property
+    def column_positions(self) -> range:
+        """Of the ranks that have this place on their nodes, along the axis."""
+        return range(self.column, self.size, self.node_size)
+
+    @property
     def node_peers(self) -> frozenset[int]:
         """Other ranks of the node, by position along the axis."""
-        first = self.node * self.node_size
-        return frozenset(range(first, first + self.node_size)) - {self.rank}
+        return frozenset(self.node_positions) - {self.rank}
 
     @property
     def column_peers(self) -> frozenset[int]:
         """Ranks with the same place on other nodes, by position along the axis."""
-        return frozenset(range(self.column, self.size, self.node_size)) - {self.rank}
+        return frozenset(self.column_positions) - {self.rank}
 
 
 def make_comm(group: dist.ProcessGroup, device: torch.device, ranks_per_node: int) -> Comm:

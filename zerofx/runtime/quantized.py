@@ -243,18 +243,17 @@ def exchange_two_hop(
     """Start sending each rank its row by way of the rank of this node that shares its column.
 
     Args:
-        rows: contiguous, one for each rank.
+        rows: contiguous, one for each rank; those of a column lie together.
         mean: makes one row for each node of what came from the ranks of this node, a tensor
             `[d, N, …]` of their rows for the ranks of this column.
         comm: the axis, d ranks on each of N nodes.
         tag: as for `zerofx.runtime.collectives.all_gather`.
     """
-    first = comm.node * comm.node_size
-    inside = range(first, first + comm.node_size)
-    column = range(comm.column, comm.size, comm.node_size)
 
     def cross(arrived: list[Tensor]) -> Pending:
-        return collectives.all_to_all(mean(arrived[0]), column, comm.node, comm, tag)
+        return collectives.all_to_all(mean(arrived[0]), comm.column_positions, comm.node, comm, tag)
 
     by_column = rows.view(comm.node_size, comm.num_nodes, -1)
-    return collectives.all_to_all(by_column, inside, comm.column, comm, tag).then(cross)
+    return collectives.all_to_all(by_column, comm.node_positions, comm.column, comm, tag).then(
+        cross
+    )
