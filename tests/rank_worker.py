@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import itertools
 import multiprocessing
 import os
 import random
@@ -19,6 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def serve(
@@ -46,15 +51,18 @@ def serve(
     torch.set_num_threads(1)
     spare_what_nobody_reads()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     _answer(connection, (True, None))
-    while (job := _next_job(connection)) is not None:
+    for number in itertools.count():
+        if (job := _next_job(connection)) is None:
+            break
         _fresh_state(environment)
+        place = dist.PrefixStore(f"job {number}", store)
+        dist.init_process_group(backend, store=place, rank=rank, world_size=world_size)
         outcome = _run(*job)
         del job
         _answer(connection, outcome)
         del outcome
-    dist.destroy_process_group()
+    _leave_groups()
 
 
 def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
@@ -93,6 +101,7 @@ def _fresh_state(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     torch._dynamo.reset()
+    _leave_groups()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
@@ -102,6 +111,22 @@ def _fresh_state(environment: dict[str, str]) -> None:
     gc.freeze()
     random.seed(0)
     torch.manual_seed(0)
+
+
+def _leave_groups() -> None:
+    """Destroys all process groups: a thread of each of gloo's wakes a hundred times a second.
+
+    What DTensor remembers by mesh goes too, since the groups of an equal mesh have other names.
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group()
+    for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        vars(mesh).get("_pg_registry", {}).clear()
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 def spare_what_nobody_reads() -> None:
