@@ -128,6 +128,7 @@ WHOLE: dict[str, Function] = {
         *[torch.cat((h, h[:1]))] * 3
     ),
     "named length": lambda h, w, t: h.narrow(1, 0, LENGTH) * h.split([LENGTH], 1)[0],
+    "summed to its size": lambda h, w, t: h.sum_to_size(ROWS, LENGTH, WIDTH).cos(),
     "unfolded": lambda h, w, t: h.unfold(1, LENGTH, 1).cos(),
     "counted words": lambda h, w, t: F.embedding(
         (h[..., 0] > 0).long(), w, scale_grad_by_freq=True

@@ -82,10 +82,12 @@ def _breaks(h: Tensor, _: Tensor) -> Tensor:
     return h.sum()
 
 
-def _compiled(function: Callable[[Tensor, Tensor], Any], size: int = 2, stage: str = "0") -> Any:
+def _compiled(
+    function: Callable[[Tensor, Tensor], Any], size: int = 2, stage: str = "0", **more: Any
+) -> Any:
     torch.compiler.reset()
     options = {"inner": "eager", "sequence_parallel": size}
-    return torch.compile(_Net(function), backend=f"zero{stage}", options=options)
+    return torch.compile(_Net(function), backend=f"zero{stage}", options=options, **more)
 
 
 def _alone(ids: Tensor) -> Tensor:
@@ -115,6 +117,9 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "writes in place to what ranks hold in parts": lambda: _compiled(
         lambda h, ids: (h + ids.add_(1)[..., None]).sum()
+    )(_ids()),
+    "has as many elements as other values say": lambda: _compiled(
+        lambda h, _: h[h[..., 0] > 0].sum(), fullgraph=True
     )(_ids()),
     "setitem writes in place": lambda: _compiled(_shifted)(_ids()),
     "draws random numbers for what each rank": lambda: _compiled(

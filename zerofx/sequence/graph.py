@@ -16,6 +16,7 @@ from zerofx.torch_private import (
     FakeMode,
     all_positions,
     concrete_copy,
+    has_unknown_size,
     map_tensors,
     memory_of,
     own_positions,
@@ -83,6 +84,8 @@ class Editor:
             found = getattr(self.module, str(node.target), None)
         if found is None and node not in self.cuts:
             return map_tensors(torch.empty_like, self.value(node))
+        if has_unknown_size(found):
+            raise self.refusal(node, "has as many elements as other values say")
         return concrete_copy(found, self.mode)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:

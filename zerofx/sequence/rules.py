@@ -106,12 +106,13 @@ def _pointwise(at: Editor, node: fx.Node, kernels: Kernels) -> Result | None:
     shape = torch.broadcast_shapes(*(at.shape(each) for each in operands))
     if any(result.shape != shape for result in results):
         return None
-    return by_equation(
-        at,
-        node,
-        pointwise(len(operands)),
-        operands[kernels.written[0]] if kernels.written else None,
-    )
+    lead = operands[kernels.written[0]] if kernels.written else None
+    before = node.args, node.kwargs
+    done = by_equation(at, node, pointwise(len(operands)), lead)
+    if done is not None and not at.fits(*done):  # it names a length, as `sum_to_size` does
+        node.args, node.kwargs = before
+        return None
+    return done
 
 
 def _reshape(at: Editor, node: fx.Node) -> Result | None:

@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -241,6 +241,11 @@ def concrete_copy(values: Any, mode: FakeTensorMode) -> Any:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     return _pytree.tree_map(copied, values)
+
+
+def has_unknown_size(values: Any) -> bool:
+    """Whether the shape of a fake tensor depends on what others hold."""
+    return any(free_unbacked_symbols(value) for value in tensors_in(values))
 
 
 def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
