@@ -262,6 +262,8 @@ def worker_env() -> dict[str, str]:
     env = {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        # It keeps the stack of each of the last two thousand collectives, and so what they ran in.
+        "TORCH_FR_BUFFER_SIZE": "0",
     }
     if sys.platform == "linux":
         # Otherwise gloo looks the host's own name up, which fails on machines without DNS.
