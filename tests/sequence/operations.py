@@ -108,6 +108,7 @@ WHOLE: dict[str, Function] = {
     "roll": lambda h, w, t: h.roll(1, 1) + h,
     "scores": lambda h, w, t: (h @ h.mT).softmax(-1) @ h,
     "pairs": lambda h, w, t: h[:, :, None] * h[:, None],
+    "vector times matrix": lambda h, w, t: w[0] @ h[0].T,
     "gram": lambda h, w, t: h.mT @ h,
     "folded": lambda h, w, t: h.reshape(ROWS * LENGTH // 4, 4, WIDTH)[1:],
     "transposed first": lambda h, w, t: h.transpose(0, 1).reshape(-1, WIDTH).cumsum(0),

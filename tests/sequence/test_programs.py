@@ -121,6 +121,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "has as many elements as other values say": lambda: _compiled(
         lambda h, _: h[h[..., 0] > 0].sum(), fullgraph=True
     )(_ids()),
+    "gives a value another shape in place": lambda: _compiled(
+        lambda h, _: h.clone().transpose_(1, 2).sum()
+    )(_ids(6)),
     "setitem writes in place": lambda: _compiled(_shifted)(_ids()),
     "draws random numbers for what each rank": lambda: _compiled(
         lambda h, _: F.alpha_dropout(h.mean(1), training=True).sum()

@@ -224,7 +224,7 @@ class Editor:
                 return f"computes {tuple(value.shape)}, not {want}"
         return ""
 
-    def fits(self, node: fx.Node, cut: Cut) -> bool:
+    def fits(self, node: fx.Node, cut: Cut | None) -> bool:
         """Whether an operation, as it is written, computes from parts what a rule says."""
         try:
             return not self.unlike(node, cut)

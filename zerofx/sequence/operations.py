@@ -53,10 +53,12 @@ class Kernels:
     Attributes:
         ops: operators below autograd, in order.
         written: places of the operands that it writes to.
+        is_seen_otherwise: whether it gives an operand another shape, as `unsqueeze_` does.
     """
 
     ops: tuple[Any, ...]
     written: tuple[int, ...]
+    is_seen_otherwise: bool
 
     @property
     def is_pointwise(self) -> bool:
@@ -66,11 +68,6 @@ class Kernels:
             for op in self.ops
             if op.namespace != "prim"  # questions about operands
         )
-
-    @property
-    def is_seen_otherwise(self) -> bool:
-        """Whether it gives an operand another shape, as `unsqueeze_` does."""
-        return any(torch.Tag.inplace_view in op.tags for op in self.ops)
 
     @property
     def is_random(self) -> bool:
@@ -97,13 +94,15 @@ def kernels_of(
         args, kwargs = arguments()
         given = tensors_in((args, kwargs))
         before = [value._version for value in given]
+        shapes = [(value.shape, value.stride()) for value in given]
         with mode, torch.no_grad(), recorder:
             call(node, args, kwargs)
     except Exception:  # whatever torch has against fake operands
         return None
     lists = any(map(_writes_list, recorder.ops))
     written = [at for at, value in enumerate(given) if lists or value._version != before[at]]
-    return Kernels(tuple(recorder.ops), tuple(written))
+    after = [(value.shape, value.stride()) for value in given]
+    return Kernels(tuple(recorder.ops), tuple(written), after != shapes)
 
 
 def may_write(node: fx.Node, name: str, kernels: Kernels | None) -> bool:

@@ -131,9 +131,7 @@ def _operations() -> Iterator[Any]:
 
 
 def _operations_of_others() -> Iterator[Any]:
-    for library, name, overload in operation_names():
-        if not library.startswith(_TORCHS_LIBRARIES):
-            yield operation(library, name, overload)
+    return (operation(*names) for names in operation_names(but=_TORCHS_LIBRARIES))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -24,9 +24,11 @@ def torchs_way(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             HANDLERS[op] = handler
 
 
-def operation_names() -> Iterator[tuple[str, str, str]]:
-    """Library, name and overload of every operation there is."""
+def operation_names(but: tuple[str, ...] = ()) -> Iterator[tuple[str, str, str]]:
+    """Library, name and overload of every operation there is, but of libraries that begin so."""
     for full_name in torch._C._dispatch_get_all_op_names():
+        if full_name.startswith(but):
+            continue
         library, _, name = full_name.partition("::")
         name, _, overload = name.partition(".")
         yield library, name, overload or "default"
