@@ -204,6 +204,11 @@ def _prepare(
         # FSDP2 leaves initial values to the user; DDP and zerofx broadcast rank 0's.
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)
+        # Its weights would be bf16 and its statistics not, which is an error of torch.
+        norms = [each for each in model.modules() if isinstance(each, nn.BatchNorm2d)]
+        for norm in norms if "param_dtype" in options else []:
+            policy = MixedPrecisionPolicy(reduce_dtype=options.get("reduce_dtype"))
+            fully_shard(norm, mp_policy=policy)
         # The default of zerofx, and of FSDP2 before torch 2.15: what gradients are computed in.
         options.setdefault("reduce_dtype", options.get("param_dtype"))
         for module in (*map(model.get_submodule, entry.fsdp_blocks), model):

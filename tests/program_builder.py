@@ -36,7 +36,7 @@ def specs_of(
     dtype: torch.dtype = torch.float64,
     frozen: Sequence[str] = (),
     small: int = 0,
-    cast: torch.dtype | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> dict[str, ParamSpec]:
     """Specs in order; those with fewer than `small` elements, and scalars, are replicated."""
     world = layout.num_shards * layout.num_replicas
@@ -46,7 +46,7 @@ def specs_of(
         size = torch.Size(shape)
         chosen = layout if len(size) and size.numel() >= small else replicated
         trainable = name not in frozen
-        out[name] = ParamSpec(name, index, size, dtype, trainable, chosen, cast=cast)
+        out[name] = ParamSpec(name, index, size, dtype, trainable, chosen, param_dtype=param_dtype)
     return out
 
 

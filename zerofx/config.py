@@ -82,7 +82,9 @@ class ZeroConfig:
             default what its GPU has free or, on CPUs, the host's memory divided by its ranks.
         param_dtype: dtype of full values, and so of computation, gathers and gradients before their
             reduction. Parameters at rest, `.grad` and optimizer state keep their own dtype: that is
-            the master copy. All parameters follow, buffers do not. By default nothing is cast.
+            the master copy. Buffers do not follow, nor do parameters of modules whose statistics
+            are buffers (BatchNorm), which compute in the dtype of those. By default nothing is
+            cast.
         reduce_dtype: dtype in which gradients travel and are averaged; each mean is then cast to
             its parameter's dtype. By default gradients travel as they are computed.
         grad_dtype: dtype of `.grad`, from backward to the optimizer's step, which sees gradients in

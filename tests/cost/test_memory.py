@@ -78,7 +78,9 @@ def test_exact_states_count_padding_and_leave_frozen_parameters_alone() -> None:
 
 def test_secondary_shards_are_a_share_of_the_node_in_the_dtype_of_computation() -> None:
     layout = Layout(1, 4, 1, resident=False, node_size=2, secondary=True)
-    spec = ParamSpec("a", 0, torch.Size((7, 5)), torch.float32, True, layout, cast=torch.bfloat16)
+    spec = ParamSpec(
+        "a", 0, torch.Size((7, 5)), torch.float32, True, layout, param_dtype=torch.bfloat16
+    )
     found = states([spec], FP32_ADAM)
     assert (found.params, found.grads) == (40 + 18 * 2, 40)  # 35 elements on two ranks
 

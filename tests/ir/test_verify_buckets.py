@@ -49,7 +49,9 @@ def test_member_of_another_name() -> None:
 
 
 def test_gather_that_forgets_the_dtype_of_the_policy() -> None:
-    params = {name: dataclasses.replace(spec, cast=torch.bfloat16) for name, spec in PARAMS.items()}
+    params = {
+        name: dataclasses.replace(spec, param_dtype=torch.bfloat16) for name, spec in PARAMS.items()
+    }
     hand = Hand(params)
     shard = hand.shard(W)
     rebuilt = hand.wait(hand.start(shard))  # without the dtype

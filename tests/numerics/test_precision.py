@@ -24,6 +24,7 @@ ROWS = [
     ("gpt", "bf16_reduced_in_fp32", {"optimizer": "adamw", "clip": 0.1}),
     ("gpt", "fp16_returned_in_fp32", {"micro_batches": 2}),
     ("frozen", "bf16_reduced_in_fp32", {}),
+    ("cnn", "bf16", {"clip": 0.1}),
 ]
 
 

@@ -41,9 +41,11 @@ _ONE = specs_of({"w": (3, 3)}, layout_of(2))
 _RESIDENT = specs_of({"w": (3, 3)}, layout_of(2, resident=True))
 _REPLICATED = specs_of({"w": (3, 3)}, layout_of(2), small=100)
 _LOW = dataclasses.replace(layout_of(2), reduce_dtype=BF16)
-_CAST = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32)
-_HELD = specs_of({"w": (3, 3)}, dataclasses.replace(_LOW, grad_dtype=BF16), cast=torch.float32)
-_CAST_REPLICATED = specs_of({"w": (3, 3)}, _LOW, cast=torch.float32, small=100)
+_CAST = specs_of({"w": (3, 3)}, _LOW, param_dtype=torch.float32)
+_HELD = specs_of(
+    {"w": (3, 3)}, dataclasses.replace(_LOW, grad_dtype=BF16), param_dtype=torch.float32
+)
+_CAST_REPLICATED = specs_of({"w": (3, 3)}, _LOW, param_dtype=torch.float32, small=100)
 _HYBRID = specs_of({"w": (3, 3)}, layout_of(2, replicas=2))
 
 

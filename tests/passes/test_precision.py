@@ -50,7 +50,7 @@ def autocast(read: Read, _: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
 
 def _model(stage: int, shards: int, replicas: int, **options: Any) -> Model:
     layout = dataclasses.replace(layout_for(stage, shards, replicas), **options)
-    params = specs_of(SHAPES, layout, small=9, cast=F32)
+    params = specs_of(SHAPES, layout, small=9, param_dtype=F32)
     return Model(low, params, [torch.zeros(4, 6, dtype=torch.float64)])
 
 

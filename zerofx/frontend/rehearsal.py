@@ -38,6 +38,7 @@ from zerofx.passes.quantize import why_exact
 from zerofx.runtime.axes import layouts_of
 from zerofx.runtime.comm import node_size_of
 from zerofx.runtime.secondary import check_nodes
+from zerofx.sharding.casts import param_dtypes
 from zerofx.torch_private import fake_mode
 
 _WHOLE, _SHARDED = 1, 2
@@ -161,10 +162,11 @@ def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[
 
     Args:
         model: the model.
-        cast: dtype of their full values, if it is not their own.
+        cast: what the option `param_dtype` asks for.
     """
     alone = Layout(_SHARDED, 2, 1, resident=False)
     owners = owners_in([model])
+    dtypes = param_dtypes(model, cast)
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -177,7 +179,7 @@ def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[
             param.requires_grad,
             alone,
             tuple(names[id(param)][1:]),
-            cast=cast if cast is not None and param.dtype is not cast else None,
+            param_dtype=dtypes[id(param)],
             owners=owners.get(id(param), ()),
         )
         for index, param in enumerate(model.parameters())

@@ -127,7 +127,7 @@ class ParamSpec:
         tied: its other names.
         tier: the memory that holds the shard at rest.
         owners: classes of the modules that hold it, by name: `Embedding`, `Linear`.
-        cast: dtype of the full value, if it is not the one at rest: shards are cast, then gathered.
+        param_dtype: what the option of this name asks of the full value; `None`: nothing.
         secondary_codec: how its secondary shards are written; empty: as numbers.
     """
 
@@ -140,8 +140,13 @@ class ParamSpec:
     tied: tuple[str, ...] = ()
     tier: Tier = Tier.DEVICE
     owners: tuple[str, ...] = ()
-    cast: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
     secondary_codec: str = ""
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """Dtype of the full value if it is not the one at rest: shards are cast, then gathered."""
+        return None if self.param_dtype is self.dtype else self.param_dtype
 
     @property
     def full_dtype(self) -> torch.dtype:

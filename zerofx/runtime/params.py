@@ -86,7 +86,8 @@ class ParamState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Whoever else holds the parameter, an optimizer say, holds that of the copied model, too.
-        return rebuild_state, (self.domain.session, self.spec.name, self.spec.tied, self.param)
+        session, spec = self.domain.session, self.spec
+        return rebuild_state, (session, spec.name, spec.tied, spec.param_dtype, self.param)
 
     @property
     def shard(self) -> Tensor:
@@ -128,8 +129,7 @@ class ParamState:
         """Follow the parameter to another dtype or device (`.to()`)."""
         self.domain.session.buffers.moved()
         shard, buffer = self.shard, self.buffer
-        cast = _cast(shard.dtype, self.domain)
-        self.spec = dataclasses.replace(self.spec, dtype=shard.dtype, cast=cast)
+        self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
         if buffer is None or storage_key(buffer) == storage_key(shard):
             return
         dtype = self.spec.full_dtype
@@ -187,6 +187,7 @@ def make_state(
     requires_grad: bool,
     fill: Callable[[Tensor, Tensor | None], None],
     like: Tensor,
+    param_dtype: torch.dtype | None,
     holder: nn.Parameter | None = None,
 ) -> ParamState:
     """Allocate a parameter's buffer, fill it, and let an `nn.Parameter` hold the shard.
@@ -199,6 +200,7 @@ def make_state(
         requires_grad: of the parameter.
         fill: writes the values into the shard and, if resident, the unpadded full value (1-D).
         like: dtype and device.
+        param_dtype: of full values; `None`: that of `like`.
         holder: an `nn.Parameter` that is a `DTensor`; by default a new one.
     """
     number = _next_index(domain.session)
@@ -210,7 +212,7 @@ def make_state(
         requires_grad,
         domain.layout,
         tied,
-        cast=_cast(like.dtype, domain),
+        param_dtype=param_dtype,
     )
     buffer, shard = allocate(spec, domain.shard_rank, like)
     resident = buffer is not None and spec.layout.resident
@@ -223,7 +225,9 @@ def make_state(
     return ParamState(spec, domain, holder, buffer)
 
 
-def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
+def adopt_param(
+    domain: Domain, name: str, param: nn.Parameter, param_dtype: torch.dtype | None
+) -> ParamState:
     """Make a `DTensor` parameter that lies as `domain`'s do one of the model.
 
     The object and its memory stay the same; a resident copy is added to it.
@@ -236,7 +240,7 @@ def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
         param.dtype,
         param.requires_grad,
         layout,
-        cast=_cast(param.dtype, domain),
+        param_dtype=param_dtype,
     )
     buffer = None
     if layout.resident:
@@ -246,17 +250,16 @@ def adopt_param(domain: Domain, name: str, param: nn.Parameter) -> ParamState:
     return state
 
 
-def _cast(at_rest: torch.dtype, domain: Domain) -> torch.dtype | None:
-    wanted = domain.session.config.param_dtype
-    return None if wanted is at_rest else wanted
-
-
 def _next_index(session: Session) -> int:
     return 1 + session.states[-1].spec.index if session.states else 0
 
 
 def rebuild_state(
-    session: Session, name: str, tied: tuple[str, ...], param: nn.Parameter
+    session: Session,
+    name: str,
+    tied: tuple[str, ...],
+    param_dtype: torch.dtype | None,
+    param: nn.Parameter,
 ) -> ParamState:
     """The state of a copied or unpickled parameter, which gets memory as `session` has it.
 
@@ -280,7 +283,7 @@ def rebuild_state(
 
     domain = session.domain_for(param.shape)
     state = make_state(
-        domain, name, tied, param.shape, param.requires_grad, fill, values, holder=param
+        domain, name, tied, param.shape, param.requires_grad, fill, values, param_dtype, param
     )
     state.dirty = True
     return state

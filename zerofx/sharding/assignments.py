@@ -24,6 +24,7 @@ from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import live_sessions, sessions_on
 from zerofx.runtime.params import ParamState, adopt_param
 from zerofx.runtime.session import Session
+from zerofx.sharding.casts import param_dtype_in
 from zerofx.sharding.classes import bind, unbind
 from zerofx.sharding.reading import bound_states, is_bound
 from zerofx.torch_private import holds_a_graph
@@ -115,7 +116,8 @@ def _adopt(
             "assign a plain nn.Parameter, of which each rank will keep its rows, or a DTensor that "
             "lies as the parameters of the model do",
         )
-    return adopt_param(domain, _path_of(module, session) + name, param)
+    dtype = param_dtype_in(module, session.config.param_dtype)
+    return adopt_param(domain, _path_of(module, session) + name, param, dtype)
 
 
 def _path_of(module: nn.Module, session: Session) -> str:

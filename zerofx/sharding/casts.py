@@ -26,6 +26,26 @@ def cast_border(model: nn.Module, config: ZeroConfig) -> None:
         model.register_forward_hook(functools.partial(_cast_outputs, config.output_dtype))
 
 
+def param_dtypes(model: nn.Module, asked: torch.dtype | None) -> dict[int, torch.dtype | None]:
+    """What option `param_dtype` asks of each plain parameter of a model, by its `id`."""
+    dtypes: dict[int, torch.dtype | None] = {}
+    for module in model.modules():
+        dtype = param_dtype_in(module, asked)
+        for param in nn.Module.parameters(module, recurse=False):
+            dtypes[id(param)] = dtypes.get(id(param), dtype) and dtype  # `None` where tied to one
+    return dtypes
+
+
+def param_dtype_in(module: nn.Module, asked: torch.dtype | None) -> torch.dtype | None:
+    """What option `param_dtype` asks of a module's own parameters.
+
+    Kernels of BatchNorm take weights in the dtype of the running statistics, and inputs in another.
+    These are buffers, which no option casts; so its weights stay as they are, too.
+    """
+    mean = dict(module.named_buffers(recurse=False)).get("running_mean")
+    return asked if mean is None or mean.dtype is asked else None
+
+
 def needs_cast(values: Any, dtype: torch.dtype) -> bool:
     """Whether a nest of values holds a floating-point tensor of another dtype."""
     return any(_differs(value, dtype) for value in tensors_in(values))

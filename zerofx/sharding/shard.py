@@ -21,7 +21,7 @@ from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
 from zerofx.sharding import materialise, old_handles
 from zerofx.sharding.assignments import drop_unowned
-from zerofx.sharding.casts import cast_border
+from zerofx.sharding.casts import cast_border, param_dtypes
 from zerofx.sharding.classes import bind
 from zerofx.sharding.comparisons import refuse_comparisons
 from zerofx.sharding.reading import bound_states
@@ -99,10 +99,12 @@ def shard_model(
     _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes, given)
     rows = {} if given else make_values(model, session)
     _broadcast_buffers(model, session)
-    replaced = {
-        key: (param, _shard_parameter(param, names[key], session, rows.pop(key, None)))
-        for key, param in olds.items()
-    }
+    dtypes = param_dtypes(model, config.param_dtype)
+
+    def sharded(key: int, old: nn.Parameter) -> ParamState:
+        return _shard_parameter(old, names[key], session, rows.pop(key, None), dtypes[key])
+
+    replaced = {key: (param, sharded(key, param)) for key, param in olds.items()}
     _install(model, replaced)
     if not known:
         cast_border(model, config)
@@ -210,7 +212,11 @@ def _empty(value: Tensor, session: Session) -> Tensor:
 
 
 def _shard_parameter(
-    old: nn.Parameter, names: list[str], session: Session, rows: Tensor | None
+    old: nn.Parameter,
+    names: list[str],
+    session: Session,
+    rows: Tensor | None,
+    dtype: torch.dtype | None,
 ) -> ParamState:
     domain = session.domain_for(old.shape)
     if rows is None:
@@ -226,7 +232,8 @@ def _shard_parameter(
         if resident is not None and rows is None:
             resident.copy_(full.reshape(-1))
 
-    state = make_state(domain, names[0], tuple(names[1:]), old.shape, old.requires_grad, fill, full)
+    tied, trainable = tuple(names[1:]), old.requires_grad
+    state = make_state(domain, names[0], tied, old.shape, trainable, fill, full, dtype)
     state.dirty = rows is not None  # a resident copy is gathered by the first forward
     if old.grad is not None:
         state.param.grad = cut(_mean(old.grad, session), state)
