@@ -172,3 +172,17 @@ def test_other_things_than_models_and_configurations_are_refused() -> None:
 def test_the_nearest_name(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint):
         config_from_options(3, {name: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (zerofx.ZeroConfig(), r'is no dictionary(.|\n)*options={"config": ZeroConfig'),
+        ([("accumulate", 2)], "is no dictionary"),
+        ("", "is no dictionary"),
+        ({3: 4}, "unknown option 3"),
+    ],
+)
+def test_options_are_a_dictionary(options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_from_options(3, options)

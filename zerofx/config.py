@@ -212,7 +212,7 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
         ConfigError: an unknown key (the nearest known one is named), two names of one option, or a
             stage that contradicts the backend's name.
     """
-    given = in_own_names(options or {})
+    given = in_own_names(_dictionary(options))
     base = given.pop("config", None)
     if base is not None and not isinstance(base, ZeroConfig):
         raise ConfigError(f"option config={base!r} is not a ZeroConfig", "pass zerofx.ZeroConfig()")
@@ -225,6 +225,13 @@ def config_from_options(stage: Stage, options: Mapping[str, Any] | None) -> Zero
             f'use backend="zero{base.stage}" or ZeroConfig(stage={stage})',
         )
     return dataclasses.replace(base, **given)
+
+
+def _dictionary(options: Any) -> Mapping[str, Any]:
+    if options is None or isinstance(options, Mapping):
+        return cast("Mapping[str, Any] | None", options) or {}
+    shorter = 'options={"config": ZeroConfig(…)}' if isinstance(options, ZeroConfig) else "a dict"
+    raise ConfigError(f"options={options!r} is no dictionary", f"write {shorter}")
 
 
 def in_own_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +276,7 @@ def refuse_unknown(options: Iterable[str]) -> None:
     known = fields - {"stage"}
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, {*fields, *ZERO_PLUS_PLUS}, n=1)
+            near = difflib.get_close_matches(str(key), {*fields, *ZERO_PLUS_PLUS}, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             if near == ["stage"]:
                 hint = 'the backend names the stage, as in backend="zero2"; '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,8 @@ def test_a_mode() -> None:
 
 
 def _refused_modes() -> None:
+    with refused("knows no mode='fastest'", kind=UnsupportedError):
+        torch.compile(net(), backend="zero3", mode="fastest")(*data(0))
     for mode in ("reduce-overhead", "max-autotune"):
         model = net()
         with refused(mode, "CUDA graphs", "max-autotune-no-cudagraphs", kind=UnsupportedError):
@@ -112,6 +115,20 @@ def _refused_modes() -> None:
 
 def test_modes_with_cuda_graphs_are_refused() -> None:
     run_ranks(2, _refused_modes)
+
+
+def _options_given_twice(folder: str) -> None:
+    model = net()
+    zerofx.shard(model, config(3, dump=folder))
+    with refused("hang_timeout=77 comes too late", kind=UnsupportedError):
+        late = {**FAST, "hang_timeout": 77.0}
+        torch.compile(model, backend="zero3", options=late)(*data(0))
+    torch.compile(model, backend="zero3", options=FAST)(*data(0))
+
+
+def test_what_holds_from_sharding_on_is_not_lost_when_compiling(tmp_path: Path) -> None:
+    run_ranks(2, _options_given_twice, str(tmp_path))
+    assert list(tmp_path.iterdir()), "nothing was dumped"
 
 
 def _named() -> None:

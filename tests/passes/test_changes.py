@@ -65,6 +65,20 @@ class Careless(Idle):
 
 
 @dataclasses.dataclass(frozen=True)
+class Secretive(Idle):
+    """Two of them compare equal, whatever they do."""
+
+    secret: int = dataclasses.field(default=1, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Perhaps(Idle):
+    """Would switch a rule off by a word."""
+
+    replaces: ClassVar[Any] = "no"
+
+
+@dataclasses.dataclass(frozen=True)
 class Nameless(Idle):
     """Its name is no word."""
 
@@ -134,6 +148,8 @@ def test_mandatory_passes_are_replaced_by_mandatory_ones() -> None:
         (lambda: zerofx.replace("schedule", 3), ("3 is no pass", "zerofx.Pass")),  # type: ignore
         (lambda: "schedule", ("'schedule' is no pass",)),
         (lambda: Careless(1), ("no dataclass of its own", "frozen=True")),
+        (lambda: Secretive(), ("does not compare its field secret", "compare=False")),
+        (lambda: Perhaps(), ("pass idle has replaces='no'", "True or False")),
         (lambda: Nameless(), ("Nameless has no name",)),
         (lambda: Nowhere(), ("idle has regions=", "Region.FORWARD")),
         (lambda: Fuzzy(), ("pass idle has numerics='fuzzy'", "exact, reordered, lossy")),

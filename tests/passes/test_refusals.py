@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import fx
 
 from tests.passes.cases import gathered, read_twice
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, PassError, VerificationError
 from zerofx.ir.edit import Editor
+from zerofx.ir.facts import Facts
 from zerofx.ir.ops import FREE
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -87,6 +91,70 @@ def test_passes_of_other_regions_are_skipped() -> None:
         gathered(), [Crash(), InsertFrees()], observer=lambda _, name, plan: seen.append(name)
     )
     assert seen == ["insert_frees"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Edits(Pass):
+    """Does something to a program that its rules or its callers do not allow."""
+
+    edit: Callable[[Program, Editor], object]
+
+    name: ClassVar[str] = "edits"
+    regions: ClassVar[frozenset[Region]] = frozenset(Region)
+    replaces: ClassVar[bool] = True
+
+    def plan(self, program: Program) -> Any:
+        return None
+
+    def apply(self, edit: Editor, plan: Any) -> None:
+        self.edit(edit.program, edit)
+
+
+def _inputs(program: Program) -> list[fx.Node]:
+    return program.graph.find_nodes(op="placeholder")
+
+
+def _save_in_bf16(program: Program, edit: Editor) -> None:
+    saved = program.outputs[0]
+    args = (saved, torch.bfloat16)
+    low = edit.call_before(
+        program.output, torch.ops.prims.convert_element_type.default, args, Facts()
+    )
+    program.output.args = ((low, *program.outputs[1:]),)
+
+
+def _add_input(program: Program, edit: Editor) -> None:
+    with program.graph.inserting_after(_inputs(program)[-1]):
+        program.graph.placeholder("more")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda p, e: e.move_before(_inputs(p)[1], _inputs(p)[0]),
+            "input.0 is where input shard_w was",
+        ),
+        (_add_input, "input.1 is an input that nobody gives"),
+        (
+            lambda p, e: setattr(p.output, "args", ((*p.outputs, None),)),
+            "returns 2 saved values or gradients instead of 1",
+        ),
+        (_save_in_bf16, r"returns saved value 0 as bfloat16\[2, 3\] instead of float64\[2, 3\]"),
+    ],
+)
+def test_what_callers_give_and_take_stays(
+    edit: Callable[[Program, Editor], object], words: str
+) -> None:
+    program = dataclasses.replace(gathered(), num_user_outputs=0)
+    with pytest.raises(VerificationError, match=words) as caught:
+        run_passes(program, [InsertFrees(), Edits(edit)])
+    assert caught.value.rule == "same_border"
+
+
+def test_a_pass_that_leaves_no_graph_is_named() -> None:
+    with pytest.raises(PassError, match="pass edits failed on the forward program"):
+        run_passes(gathered(), [Edits(lambda p, e: p.graph.erase_node(p.output))])
 
 
 def test_unknown_pass_cannot_be_disabled() -> None:

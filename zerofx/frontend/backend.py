@@ -141,6 +141,8 @@ def _shard_and_compile(
         config = given
         compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     _check_options(described, config)
+    if not config.dump and described.session is not None:
+        config = dataclasses.replace(config, dump=described.session.config.dump)
     watcher = watcher_of(module, described.session)
     compiled = Capture(config, described, compiler, watcher=watcher).compile(module, inputs)
     if watcher is not None:
@@ -211,10 +213,9 @@ def _stage_for(
 
 def _options_at(stage: Stage, options: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The options with a whole configuration, if there is one, at this stage."""
-    config = (options or {}).get("config")
-    if not isinstance(config, ZeroConfig):
-        return options
-    return {**(options or {}), "config": dataclasses.replace(config, stage=stage)}
+    if not isinstance(options, Mapping) or not isinstance(options.get("config"), ZeroConfig):
+        return options  # those of other types are refused where they are read
+    return {**options, "config": dataclasses.replace(options["config"], stage=stage)}
 
 
 def _check_options(described: GraphInputs, config: ZeroConfig) -> None:
@@ -225,4 +226,10 @@ def _check_options(described: GraphInputs, config: ZeroConfig) -> None:
                 "use the same backend, options and registered passes in zerofx.shard and wherever "
                 "you compile it",
                 differences(session.config, config),
+            )
+        if config.hang_timeout not in (session.config.hang_timeout, ZeroConfig().hang_timeout):
+            raise UnsupportedError(
+                f"hang_timeout={config.hang_timeout:g} comes too late: ranks watch each other "
+                f"since the model was sharded, with {session.config.hang_timeout:g}",
+                "give it to zerofx.shard, or where the model is compiled first",
             )

@@ -101,7 +101,11 @@ def patches_of_mode(mode: str | None, config: ZeroConfig) -> dict[str, Any]:
             problem = f'mode="{mode}" has no meaning with inner="eager"'
             raise UnsupportedError(problem, "leave one out")
         return {}
-    patches = inductor_options_of_mode(mode) if given else {}
+    try:
+        patches = inductor_options_of_mode(mode) if given else {}
+    except RuntimeError as error:
+        remedy = 'use mode="max-autotune-no-cudagraphs" or no mode'
+        raise UnsupportedError(f"torch knows no mode={mode!r}", remedy) from error
     if records_cuda_graphs(patches):
         asks = f'mode="{mode}"' if given else "torch._inductor.config.triton.cudagraphs"
         raise UnsupportedError(

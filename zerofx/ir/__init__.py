@@ -2,6 +2,6 @@
 
 Knows `torch.fx` and nothing else of zerofx but errors and privates; every other folder may import
 it. Modules: spec, parcels, error_bands, kernels, ops, facts, program, edit, codes, view, text,
-meaning, case, code_rules, gradient_rules, node_rules, return_rules, value_rules, write_rules,
-rules, verify, cut.
+meaning, border, case, code_rules, gradient_rules, node_rules, return_rules, value_rules,
+write_rules, rules, verify, cut.
 """

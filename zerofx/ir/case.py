@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from zerofx.ir import ops
+from zerofx.ir.border import Border
 from zerofx.ir.codes import values_from
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.meaning import Meanings
@@ -41,6 +42,7 @@ class Case:
         budget_bytes: most bytes of full values that may be live at once.
         order: the collectives that must be issued, in order.
         meanings: what the program meant before the last pass.
+        border: what the program was given and gave before the last pass.
     """
 
     program: Program
@@ -49,6 +51,7 @@ class Case:
     budget_bytes: int | None = None
     order: Sequence[str] | None = None
     meanings: Meanings | None = None
+    border: Border | None = None
 
     def name(self, node: fx.Node) -> str:
         """What the printer calls `node`."""

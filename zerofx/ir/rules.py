@@ -23,9 +23,9 @@ from zerofx.ir.gradient_rules import (
 from zerofx.ir.node_rules import inside_the_node
 from zerofx.ir.return_rules import nothing_full_returned, nothing_full_saved
 from zerofx.ir.spec import Region
-from zerofx.ir.value_rules import same_values
+from zerofx.ir.value_rules import same_border, same_values
 from zerofx.ir.view import identity_source, only_returned
-from zerofx.ir.write_rules import nothing_written
+from zerofx.ir.write_rules import known_operations, nothing_written, read_before_written
 
 _SHARD_ARGUMENT = {
     ops.UNSHARD: 0,
@@ -205,10 +205,17 @@ def buffers_follow(case: Case) -> Iterator[Offence]:
     """Buffers have rank 0's values before a forward reads them, as DDP's `broadcast_buffers`."""
     if not case.final or case.program.region not in (Region.FORWARD, Region.INFERENCE):
         return
-    synced = {node for call in case.calls(ops.SYNC_BUFFERS) for node in call.all_input_nodes}
+    synced = {
+        node: case.place[call]
+        for call in reversed(case.calls(ops.SYNC_BUFFERS))
+        for node in call.all_input_nodes
+    }
     for node in case.program.with_role(Role.BUFFER):
         if node not in synced:
             yield Offence(node, "is a buffer that each rank may hold another value of")
+        for user in node.users:
+            if case.place[user] < synced.get(node, 0):
+                yield Offence(user, f"reads buffer {case.name(node)} before ranks have one value")
 
 
 def within_budget(case: Case) -> Iterator[Offence]:
@@ -234,6 +241,8 @@ RULES: tuple[Rule, ...] = (
     Rule("freed_once", freed_once, _ENABLE),
     Rule("free_follows_readers", free_follows_readers, "move the free after the last reader"),
     Rule("only_gathered_freed", only_gathered_freed, "free only what unshard_wait returned"),
+    Rule("known_operations", known_operations, "register it with torch.library.custom_op"),
+    Rule("read_before_written", read_before_written, "move the node before the write"),
     Rule("nothing_written", nothing_written, "write to a copy; only optimizers change parameters"),
     Rule("inside_the_node", inside_the_node, "run add_secondary_shards on forward and backward"),
     Rule("nothing_full_saved", nothing_full_saved, "recompute it in backward from the shard"),
@@ -244,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     Rule("own_gradient", own_gradient, "return each reduced gradient in the place where it was"),
     Rule("no_marker_left", no_marker_left, _ENABLE),
     Rule("buffers_follow", buffers_follow, _ENABLE),
+    Rule("same_border", same_border, "leave inputs alone; change what is saved before the cut"),
     Rule("same_values", same_values, "set replaces = True if the pass is to compute otherwise"),
     Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
 )

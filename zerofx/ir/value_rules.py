@@ -1,4 +1,4 @@
-"""A rule about what programs compute: passes change when and how bytes move, and nothing else."""
+"""Rules about what programs compute: passes change when and how bytes move, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, cast
 
+from zerofx.ir.border import Border, look
 from zerofx.ir.case import Case, Offence
 from zerofx.ir.meaning import Value
 from zerofx.ir.program import Program
@@ -29,6 +30,28 @@ def same_values(case: Case) -> Iterator[Offence]:
             problem = f"follows on other random or impure operations: {difference(was, now)}"
             yield Offence(case.program.output, problem)
             return
+
+
+def same_border(case: Case) -> Iterator[Offence]:
+    """Inputs, saved values and gradients keep their places; whatever is in them, their looks."""
+    if case.border is None:
+        return
+    before, now, program = case.border, Border.of(case.program), case.program
+    for was, new in itertools.zip_longest(before.inputs, now.inputs):
+        if was is not new:
+            problem = f"is where input {was.name} was" if was else "is an input that nobody gives"
+            yield Offence(new or program.output, problem if new else f"misses input {was.name}")
+            return
+    if len(before.outputs) != len(now.outputs):
+        counts = f"{len(now.outputs)} saved values or gradients instead of {len(before.outputs)}"
+        yield Offence(program.output, f"returns {counts}")
+        return
+    if case.meanings is not None:
+        return  # `same_values` sees more
+    for place, (was, new) in enumerate(zip(before.outputs, now.outputs, strict=True), now.first):
+        if was is not new and (wanted := look(was)) != (found := look(new)):
+            problem = f"returns {called(program, place)} as {found} instead of {wanted}"
+            yield Offence(program.output, problem)
 
 
 def called(program: Program, place: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerofx.errors import VerificationError
+from zerofx.ir.border import Border
 from zerofx.ir.case import Case
 from zerofx.ir.facts import facts
 from zerofx.ir.meaning import Meanings
@@ -21,6 +22,7 @@ def verify(
     budget_bytes: int | None = None,
     order: Sequence[str] | None = None,
     meanings: Meanings | None = None,
+    border: Border | None = None,
 ) -> None:
     """Check every rule.
 
@@ -31,11 +33,12 @@ def verify(
         budget_bytes: most bytes of full values that may be live at once.
         order: what `collective_order` must return.
         meanings: what the program meant before its last pass, and must mean still; renewed.
+        border: what its callers gave and took before its last pass.
 
     Raises:
         VerificationError: names the rule, and of each offence parameter, module, node and pass.
     """
-    case = Case(program, frozenset(done), final, budget_bytes, order, meanings)
+    case = Case(program, frozenset(done), final, budget_bytes, order, meanings, border)
     for rule in RULES:
         offences = list(rule.check(case))
         if offences:

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from zerofx.errors import PassError
+from zerofx.errors import PassError, VerificationError
+from zerofx.ir.border import Border
 from zerofx.ir.edit import Editor
 from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
@@ -73,6 +74,7 @@ def run_passes(
     """
     done: list[str] = []
     meanings = Meanings(program) if check else None
+    border = Border.of(program) if check else None
     for each in passes:
         if program.region not in each.regions:
             continue
@@ -86,9 +88,16 @@ def run_passes(
         done.append(each.name)
         if observer is not None:
             observer(program, each.name, plan)  # who is refused next can be read, too
-        if meanings is not None:
-            verify(program, done, meanings=None if each.replaces else meanings)
+        if meanings is None:
+            continue
+        try:
+            verify(program, done, meanings=None if each.replaces else meanings, border=border)
             meanings = Meanings(program) if each.replaces else meanings
+            border = Border.of(program)
+        except VerificationError:
+            raise
+        except Exception as error:  # the graph is none any more
+            raise _failure(each, program, done[:-1], error) from error
     if check:
         verify(program, done, final=True)
 

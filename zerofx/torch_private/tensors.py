@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
+from torch._ops import OperatorBase
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -277,3 +279,8 @@ def memory_of(value: Any) -> int | None:
 def is_mutable(op: Any) -> bool:
     """Whether an operation writes to an argument."""
     return op._schema.is_mutable
+
+
+def is_operator(target: Any) -> bool:
+    """Whether FX calls an operator with a schema or rules, or takes a member of what one gave."""
+    return isinstance(target, OperatorBase) or target is operator.getitem
