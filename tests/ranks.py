@@ -237,7 +237,6 @@ _PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.utils.cpp_extension",
     "transformers.models.llama.modeling_llama",
-    "zerofx.frontend.backend",
 )
 
 
@@ -251,7 +250,7 @@ def _session_path() -> str:
 
 
 def forkserver() -> Any:
-    """Processes come from a server that has imported all that they need: a pool takes a second."""
+    """Processes come from a server that has imported torch once: a new pool takes a second."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
     with patch.dict(os.environ, worker_env()):
