@@ -65,8 +65,10 @@ def test_what_is_no_dump_is_refused(
         ('{"version": 2', "cannot be read as JSON"),
         ("[]", "holds a JSON list"),
         ('{"version": 2}', "lists no programs"),
-        ('{"version": 2, "programs": [{"region": "forward"}]}', "lacks keys"),
-        ('{"version": 2, "programs": [2]}', "lacks keys"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"version": 2, "programs": []}', "lists no programs"),
+        ('{"version": 2, "programs": [{"region": "forward"}]}', "is damaged"),
+        ('{"version": 2, "programs": [2]}', "is damaged\n  - programs[0] is 2\n"),
     ],
 )
 def test_a_damaged_dump_is_named(
@@ -79,6 +81,21 @@ def test_a_damaged_dump_is_named(
         found = capsys.readouterr().err
         assert f"{path} {said}" in found and "Remedy: dump it again" in found
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("damage", ["bytes", "folder"])
+def test_a_damaged_diff_is_named(
+    damage: str, dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = shutil.copytree(dump / "graph0", tmp_path / "damaged")
+    path = damaged / "forward" / "009_x.diff"
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff\xfe")
+    assert main(["report", str(damaged)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path} cannot be read as text" in said and "Remedy: dump it again" in said
 
 
 def test_a_damaged_measurement_is_named(dump: Path, tmp_path: Path) -> None:
@@ -122,4 +139,63 @@ def test_a_missing_key_is_named(
     path.write_text(json.dumps(report))
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"{path} lacks keys" in said and f"programs[1].{key}" in said
+    assert f"{path} is damaged" in said and f"programs[1].{key} is missing" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("region", None),
+        ("region", "nonsense"),
+        ("region", "../.."),
+        ("passes", None),
+        ("passes.0.options", []),
+        ("collectives", None),
+        ("collectives.0.kind", 1),
+        ("kept", None),
+        ("kept.0", [1]),
+        ("wire_bytes", None),
+        ("peak_full_bytes", "x"),
+        ("nodes", None),
+        ("timeline", 3),
+        ("timeline", None),
+        ("timeline.seconds", "x"),
+        ("memory", None),
+        ("memory.peak_bytes", "x"),
+    ],
+)
+def test_a_key_of_a_wrong_type_is_named(
+    key: str, value: object, dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    report = json.loads((dump / "graph0" / "report.json").read_text())
+    place = report["programs"][0]
+    place["kept"] = place["kept"] or ["a.weight"]
+    *outer, last = (int(part) if part.isdigit() else part for part in key.split("."))
+    for part in outer:
+        place = place[part]
+    place[last] = value
+    path.write_text(json.dumps(report))
+    where = f"programs[0].{key}".replace(".0", "[0]")
+    for argv in (["report", str(tmp_path)], ["diff", str(dump / "graph0"), str(tmp_path)]):
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert f"{path} is damaged\n  - {where} is {value!r}\nRemedy: dump it again" in said
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_graph_without_its_report_is_named(
+    dump: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = shutil.copytree(dump, tmp_path / "damaged")
+    (damaged / "graph0" / "report.json").unlink()
+    for argv in (["report", str(damaged)], ["diff", str(dump), str(damaged)]):
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert f"{damaged / 'graph0'} holds programs, but no file report.json" in said
+        assert "Remedy: dump it again to the end, or name a folder" in said
+    assert main(["report", str(damaged / "graph1")]) == 0
+    for region in ("forward", "backward"):
+        shutil.rmtree(damaged / "graph0" / region)
+    (damaged / "graph0" / "notes.txt").write_text("the user's")
+    assert main(["report", str(damaged)]) == 0

@@ -89,6 +89,23 @@ def test_two_files(tmp_path: Path) -> None:
     assert compare(root / "000_traced.txt", root / "000_traced.txt") == []
 
 
+def test_what_is_no_text_is_named(tmp_path: Path) -> None:
+    one, path = dump(tmp_path / "one"), tmp_path / "picture.png"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"picture\.png cannot be read as text") as refused:
+        compare(one / "graph0" / "report.json", path)
+    assert "two text files" in refused.value.remedy
+    damaged = shutil.copytree(one, tmp_path / "damaged") / "graph0"
+    shutil.copy(path, damaged / "forward" / "000_traced.txt")
+    with pytest.raises(ConfigError, match=r"forward/000_traced\.txt cannot be read as text"):
+        compare(one / "graph0", damaged)
+    shutil.copy(one / "graph0" / "forward" / "000_traced.txt", damaged / "forward")
+    (damaged / "backward" / "009_x.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"backward/009_x\.txt cannot be read as text") as refused:
+        compare(damaged, one / "graph0")
+    assert "dump it again" in refused.value.remedy
+
+
 def test_what_is_no_dump_is_refused(tmp_path: Path) -> None:
     one = dump(tmp_path / "one")
     with pytest.raises(ConfigError, match="holds no dump"):

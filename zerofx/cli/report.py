@@ -9,9 +9,9 @@ from typing import Any
 from zerofx.cli import units
 from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
-from zerofx.debug.reports import read_report
+from zerofx.debug.reports import read_reports
 from zerofx.errors import ConfigError
-from zerofx.page.build import NAME, find_reports, write_page
+from zerofx.page.build import NAME, write_page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Write the page; its figures are printed too."""
     headlines = [
         headline
-        for path in find_reports(args.dump)
-        for headline in headlines_of(read_report(path), path.parent.name)
+        for path, report in read_reports(args.dump)
+        for headline in headlines_of(report, path.parent.name)
     ]
     if args.output is not None and not args.output.parent.is_dir():
         raise ConfigError(f"{args.output.parent} is no folder", "name a file in one that exists")

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerofx.debug.reports import read_report
+from zerofx.debug.reports import read_reports
 from zerofx.errors import ConfigError
 from zerofx.ir.text import diff
-from zerofx.page.build import find_reports
+from zerofx.page.build import AFRESH, read_text
 
 Program = Mapping[str, Any]
+_COMPARABLE = "compare two dumps, two folders graph<N> of dumps, or two text files"
 _COUNTS = {
     "wire_bytes": "bytes sent by a rank",
     "peak_full_bytes": "bytes of full values at once, at most",
@@ -45,17 +46,16 @@ def compare(one: Path, other: Path) -> list[Difference]:
         The programs that differ, in order; empty if nothing does.
 
     Raises:
-        ConfigError: a path holds no dump, or one of another version of zerofx; or one is a whole
-            dump, and the other one graph.
+        ConfigError: a path holds no dump, or one that is damaged or of another version of zerofx;
+            or one is a whole dump, and the other one graph.
     """
     if one.is_file() and other.is_file():
-        text = diff(one.read_text("utf-8"), other.read_text("utf-8"))
+        text = diff(read_text(one, _COMPARABLE), read_text(other, _COMPARABLE))
         return [Difference("", (), text)] if text else []
     mine, theirs = _programs(one), _programs(other)
     if (one / "report.json").is_file() is not (other / "report.json").is_file():
         raise ConfigError(
-            f"one of {one} and {other} is a whole dump, the other is not",
-            "compare two dumps, two folders graph<N> of dumps, or two text files",
+            f"one of {one} and {other} is a whole dump, the other is not", _COMPARABLE
         )
     found: list[Difference] = []
     for where in dict.fromkeys((*mine, *theirs)):
@@ -73,13 +73,13 @@ def compare(one: Path, other: Path) -> list[Difference]:
 def _programs(root: Path) -> dict[str, dict[str, Any]]:
     """Reports of all programs below `root`, with their texts after each pass and at the end."""
     out: dict[str, dict[str, Any]] = {}
-    for path in find_reports(root):
-        for program in read_report(path)["programs"]:
+    for path, report in read_reports(root):
+        for program in report["programs"]:
             folder = path.parent / program["region"]
             texts = sorted(folder.glob("[0-9][0-9][0-9]_*.txt"))
             if not texts:
                 raise ConfigError(f"{folder} holds no program", "dump it again with this zerofx")
-            stages = {text.stem[4:]: text.read_text("utf-8") for text in texts}
+            stages = {text.stem[4:]: read_text(text, AFRESH) for text in texts}
             prefix = "" if path.parent == root else f"{path.parent.name}/"
             out[prefix + program["region"]] = {
                 **program,

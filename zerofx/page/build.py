@@ -14,6 +14,9 @@ from zerofx.errors import ConfigError
 NAME = "report.html"
 """Where a dump has its page."""
 
+AFRESH = "dump it again, into an empty folder"
+"""What helps where a file of a dump is damaged."""
+
 _GRAPH = re.compile("graph(0|[1-9][0-9]*)")
 _REMEASURE = "delete it, or run the program again"
 _SCRIPTS = ("format", "step", "lanes", "memory", "tables", "program", "passes", "main")
@@ -84,19 +87,27 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     """
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}", remedy) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a JSON {type(found).__name__}, no object", remedy)
     return cast(dict[str, Any], found)
 
 
+def read_text(path: Path, remedy: str) -> str:
+    """What is in a text file; see `read_object`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}", remedy) from error
+
+
 def _blocks(report: Path) -> Iterator[str]:
     """Data of one graph; it is not parsed here, since a dump writes its page anew and anew."""
-    yield _data("graph", report.read_text(encoding="utf-8"))
+    yield _data("graph", read_text(report, AFRESH))
     diffs = {
         folder.name: [
-            {"pass": path.stem, "diff": path.read_text(encoding="utf-8")}
+            {"pass": path.stem, "diff": read_text(path, AFRESH)}
             for path in sorted(folder.glob("*.diff"))
         ]
         for folder in sorted(report.parent.iterdir())
