@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from typing import Any
@@ -49,6 +50,21 @@ def test_the_recompile_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     assert failure.kind == "UnsupportedError"
     assert "Chain.forward was recompiled too often" in failure.message
     assert "layers.0.weight" in failure.message and "recompile_limit" in failure.message
+
+
+def _past_the_limit_of_one_model() -> None:
+    run: Any = torch.compile(Chain(), backend="zero3", options=OPTIONS, recompile_limit=1)
+    run(torch.randn(4, WIDTH))
+    with pytest.raises(UnsupportedError, match=r"Chain.forward was recompiled too often"):
+        run(torch.randn(5, WIDTH))
+
+
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters,
+    reason="torch.compile takes no limit",
+)
+def test_a_limit_given_to_torch_compile_is_one_too() -> None:
+    run_ranks(2, _past_the_limit_of_one_model)
 
 
 def _many_models() -> list[float]:

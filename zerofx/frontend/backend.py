@@ -36,6 +36,7 @@ from zerofx.torch_private import (
     leave_to_python,
     mix_while_tracing,
     pass_through_dynamo,
+    recompile_limit,
     restart_dynamo,
     stop_mixing,
 )
@@ -141,6 +142,8 @@ def _shard_and_compile(
         config = given
         compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     _check_options(described, config)
+    for session in described.sessions:
+        session.recompile_limit = recompile_limit()
     if not config.dump and described.session is not None:
         config = dataclasses.replace(config, dump=described.session.config.dump)
     watcher = watcher_of(module, described.session)

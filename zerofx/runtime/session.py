@@ -34,7 +34,7 @@ from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.quantized import CodeMemory
 from zerofx.runtime.watch import Watch
-from zerofx.torch_private import default_store
+from zerofx.torch_private import default_store, recompile_limit
 
 
 class Session:
@@ -59,6 +59,7 @@ class Session:
         least_sharded: elements from which on a parameter is sharded.
         accumulation: which backwards hold gradients back.
         buffers: when they get rank 0's values.
+        recompile_limit: of Dynamo, when it compiled the last program.
         may_grow: plain parameters, or modules, were registered somewhere since the last forward.
     """
 
@@ -103,6 +104,7 @@ class Session:
         self.sharded, self.replicated = self._domains()
         self.accumulation = Accumulation(_held_back(config, self.axes), config.accumulate)
         self.buffers = BufferSync()
+        self.recompile_limit = recompile_limit()
         self.may_grow = False
 
     def __reduce__(self) -> tuple[Any, ...]:

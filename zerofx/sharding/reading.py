@@ -58,8 +58,8 @@ def _read(module: nn.Module, name: str, param: Any) -> Tensor:
             "torch.func.functional_call(model, values, inputs)",
             [state.spec.name],
         )
-    refuse_past_recompile_limit(state.spec.name)
     session = state.domain.session
+    refuse_past_recompile_limit(state.spec.name, session.recompile_limit)
     if backward_id() >= 0:
         kept = session.handed_out.kept_for(state)
         if kept is not None:

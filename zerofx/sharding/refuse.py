@@ -203,7 +203,7 @@ def refuse_meta(model: nn.Module) -> None:
         )
 
 
-def refuse_past_recompile_limit(name: str) -> None:
+def refuse_past_recompile_limit(name: str, limit: int) -> None:
     """Refuse to read the parameter `name` eagerly where Dynamo stopped compiling.
 
     This rank would gather parameter by parameter, while others run their programs.
@@ -211,7 +211,7 @@ def refuse_past_recompile_limit(name: str) -> None:
     Raises:
         UnsupportedError: names the function and the parameter.
     """
-    function = past_recompile_limit()
+    function = past_recompile_limit(limit)
     if function:
         raise UnsupportedError(
             f"{function} was recompiled too often, so Dynamo runs it without zerofx's program",
@@ -219,6 +219,6 @@ def refuse_past_recompile_limit(name: str) -> None:
             "or torch._dynamo.mark_dynamic; a number that a module counts up, self.calls += 1: "
             "torch._dynamo.config.allow_unspec_int_on_nn_module = True; the model, where several "
             "are of one class; layers that are unfrozen one by one), or raise "
-            "torch._dynamo.config.recompile_limit",
+            "torch._dynamo.config.recompile_limit, or the argument of torch.compile",
             [name],
         )

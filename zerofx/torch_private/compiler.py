@@ -267,16 +267,21 @@ def run_boxed(owner: nn.Module, graph: fx.Graph) -> Callable[[list[Any]], Any]:
     return fx.GraphModule(owner, graph).forward
 
 
-def past_recompile_limit() -> str:
+def recompile_limit() -> int:
+    """How many variants of a function Dynamo compiles; `torch.compile` may set it while it does."""
+    return dynamo_config.recompile_limit
+
+
+def past_recompile_limit(limit: int) -> str:
     """The innermost function on the stack that Dynamo gave up compiling anew; "" if there is none.
 
-    Its code then runs as it is, although compiled variants of it exist.
+    Its code then runs as it is, although `limit` compiled variants of it exist.
     """
     if not any("recompile limit exceeded" in why for why in counters["unimplemented"]):
         return ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if len(_variants(frame.f_code)) >= dynamo_config.recompile_limit:
+        if len(_variants(frame.f_code)) >= limit:
             return frame.f_code.co_qualname
         frame = frame.f_back
     return ""
