@@ -14,7 +14,7 @@ from zerofx.cli.plan_wire import Rates, wire_data, wire_text
 from zerofx.cli.units import show_bytes, show_count, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import Precision
-from zerofx.frontend.planner import Plan, StagePlan
+from zerofx.frontend.planner import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ def as_data(plan: Plan, asked: Question) -> dict[str, Any]:
     return {
         "target": asked.target,
         "num_params": plan.num_params,
+        "num_trained_params": plan.num_trained,
         "world_size": asked.num_ranks,
         "batch": asked.batch,
         "length": asked.length,
@@ -62,17 +63,19 @@ def as_data(plan: Plan, asked: Question) -> dict[str, Any]:
         "device_memory_bytes": asked.memory_bytes,
         "stage": best_stage(plan, asked),
         "extrapolated_from_depths": list(plan.traced),
-        "stages": {str(s): _stage_data(each, asked) for s, each in plan.stages.items()},
+        "stages": {str(stage): _stage_data(plan, stage, asked) for stage in plan.stages},
     }
 
 
 def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     """For people."""
-    num_params = show_count(plan.num_params)
+    num_params = f"{show_count(plan.num_params)} parameters"
+    if plan.num_trained < plan.num_params:
+        num_params += f", τ = {show_count(plan.num_trained)} of them trained"
     length = "" if asked.length is None else f" × length {asked.length}"
     shape = f"batch {asked.batch}{length} a rank"
     head = (
-        f"{asked.target}\nΨ = {num_params} parameters, W = {asked.num_ranks} ranks, {shape},\n"
+        f"{asked.target}\nΨ = {num_params}, W = {asked.num_ranks} ranks, {shape},\n"
         f"{_precision(asked.precision)}\n"
     )
     notes = [
@@ -98,15 +101,16 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     )
 
 
-def _stage_data(plan: StagePlan, asked: Question) -> dict[str, Any]:
+def _stage_data(whole: Plan, stage: int, asked: Question) -> dict[str, Any]:
+    plan = whole.stages[stage]
     peak = plan.forecast.peak(asked.batch)
     fixed, slope = plan.forecast.activations(asked.batch)
-    states = Rates.of(plan, asked.config, asked.precision, asked.num_ranks).states()
+    rates = Rates.of(whole, stage, asked.config, asked.precision, asked.num_ranks)
     out: dict[str, Any] = {
         "peak_bytes": peak.total,
         **dataclasses.asdict(peak),
         "activations_per_batch": [fixed, slope],
-        "states_formula": str(states.total),
+        "states_formula": str(rates.states().total),
         "sent_bytes": plan.sent_bytes,
         "across_nodes_bytes": plan.across_bytes,
         "wire": wire_data(plan),
@@ -147,9 +151,10 @@ def _several_nodes(plan: Plan) -> bool:
 
 
 def _formulas(plan: Plan, asked: Question) -> str:
-    lines = ["bytes in Ψ, W and the batch size B:"]
+    symbols = "Ψ, τ, W" if plan.num_trained < plan.num_params else "Ψ, W"
+    lines = [f"bytes in {symbols} and the batch size B:"]
     for stage, each in sorted(plan.stages.items()):
-        rates = Rates.of(each, asked.config, asked.precision, asked.num_ranks)
+        rates = Rates.of(plan, stage, asked.config, asked.precision, asked.num_ranks)
         states = rates.states()
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"

@@ -10,8 +10,8 @@ import sympy
 
 from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.config import ZeroConfig
-from zerofx.cost.memory import Precision, States, formula, wire_formula
-from zerofx.frontend.planner import StagePlan, at_stage, own_dtype
+from zerofx.cost.memory import PSI, TAU, Precision, States, formula, wire_formula
+from zerofx.frontend.planner import Plan, StagePlan, at_stage, own_dtype
 from zerofx.frontend.weigh import pays
 from zerofx.ir.parcels import Codec
 from zerofx.passes.quantize_reduces import QuantizeReduces
@@ -30,6 +30,7 @@ class Rates:
         per_node: ranks of a node; 0: all share one.
         copy: in a secondary shard; `None`: there is none.
         cast: in full values, if `param_dtype` casts parameters; `None`: it does not.
+        trained: number of parameters that have gradients.
     """
 
     stage: int
@@ -39,11 +40,14 @@ class Rates:
     per_node: int
     copy: Any
     cast: int | None = None
+    trained: Any = PSI
 
     @staticmethod
-    def of(plan: StagePlan, config: ZeroConfig, precision: Precision, num_ranks: int) -> Rates:
-        """Those of a plan that was made with `config` for so many ranks."""
-        at = at_stage(config, plan.stage)
+    def of(
+        whole: Plan, stage: int, config: ZeroConfig, precision: Precision, num_ranks: int
+    ) -> Rates:
+        """Those of a stage of a plan that was made with `config` for so many ranks."""
+        plan, at = whole.stages[stage], at_stage(config, stage)
         weights = at.weight_codec if pays(plan.weighed, QuantizeUnshards.name) else None
         grads = at.gradient_codecs if pays(plan.weighed, QuantizeReduces.name) else None
         gather = None if weights is None else _bytes(weights)
@@ -55,15 +59,16 @@ class Rates:
         reduce = None if grads is None else (_bytes(grads[0]), _bytes(grads[1]))
         per_node = config.ranks_per_node or 0
         per_node = per_node if per_node < num_ranks else 0
-        return Rates(plan.stage, precision, gather, reduce, per_node, copy, size)
+        trained = PSI if whole.num_trained == whole.num_params else TAU
+        return Rates(stage, precision, gather, reduce, per_node, copy, size, trained)
 
     def states(self) -> States:
-        """Model states in Ψ and W."""
+        """Model states in Ψ, τ and W."""
         kept = self.per_node if self.copy is not None else 0
-        return formula(self.stage, self.precision, kept, self.copy, self.cast)
+        return formula(self.stage, self.precision, kept, self.copy, self.cast, self.trained)
 
     def sent(self) -> Any:
-        """What a rank sends in a step, in Ψ and W."""
+        """What a rank sends in a step, in Ψ, τ and W."""
         return wire_formula(
             self.stage,
             self.precision,
@@ -72,6 +77,7 @@ class Rates:
             self.per_node,
             self.copy,
             self.cast,
+            self.trained,
         )
 
 

@@ -17,7 +17,7 @@ from zerofx.cost.tables import MOST_BUCKET_BYTES, Collective, CommTable
 from zerofx.ir.codes import kernels_at, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import operand_bytes
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of, is_call, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 
@@ -83,8 +83,8 @@ class Machine:
             start: `unshard_start` or `reduce_start`.
             whole: parameters whose full values are there: see `already_whole`.
         """
-        there = self._is_there(start, whole)
-        return 0.0 if there else self.link_of(program, start).seconds(start)
+        sent = bytes_sent(program, start, whole)
+        return self.link_of(program, start).seconds_of(sent) if sent else 0.0
 
     def link_of(self, program: Program, start: fx.Node) -> Link:
         """The link as `unshard_start`, or `reduce_start`, finds it."""
@@ -151,16 +151,38 @@ def _host(data: dict[str, Any]) -> Host:
 
 
 def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:
-    """Parameters whose full values are there when backward begins, so that a gather sends nothing.
+    """Parameters whose full values are there when a program begins, so that a gather sends nothing.
+
+    Resident copies are out of date once an optimizer stepped; those of frozen parameters never.
 
     Args:
         program: any.
         kept: parameters that forward left whole.
     """
-    if program.region is not Region.BACKWARD:
-        return frozenset()
-    resident = (name for name, spec in program.params.items() if spec.layout.resident)
-    return kept.union(resident)
+    backward = program.region is Region.BACKWARD
+    resident = frozenset(
+        name
+        for name, spec in program.params.items()
+        if spec.layout.resident and (backward or not spec.trainable)
+    )
+    return resident | kept if backward else resident
+
+
+def bytes_sent(program: Program, start: fx.Node, whole: frozenset[str]) -> int:
+    """What a rank sends in a collective, of whose members some may be there already.
+
+    Args:
+        program: where it is.
+        start: `unshard_start` or `reduce_start`.
+        whole: see `already_whole`.
+    """
+    record = facts(start)
+    if not is_call(start, UNSHARD_START) or whole.isdisjoint(record.members):
+        return record.wire_bytes
+    # Each member travels only if it is not there.
+    sizes = dict(zip(record.members, map(program.full_bytes, waits_of(start)), strict=True))
+    missing = sum(size for name, size in sizes.items() if name not in whole)
+    return record.wire_bytes * missing // max(1, sum(sizes.values()))
 
 
 def machine_of(device: str, table: CommTable | None = None) -> Machine:

@@ -5,6 +5,8 @@ each costs p bytes as a value, g as a gradient and o in the optimizer, on W rank
 
     stage 0   (p + g + o) Ψ                 stage 2   p Ψ + (g + o) Ψ/W
     stage 1   (p + g) Ψ + o Ψ/W             stage 3   (p + g + o) Ψ/W
+
+Where only τ of them are trained, g and o count for τ.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from zerofx.ir.spec import ParamSpec
 
 PSI: Any = sympy.Symbol("Ψ", positive=True)
 """Number of parameters."""
+TAU: Any = sympy.Symbol("τ", positive=True)
+"""Number of those that are trained, where others are frozen."""
 W: Any = sympy.Symbol("W", positive=True)
 """Number of ranks."""
 
@@ -77,6 +81,7 @@ def formula(
     per_node: int = 0,
     copy_bytes: Any = None,
     cast_bytes: int | None = None,
+    trained: Any = PSI,
 ) -> States:
     """Model states in Ψ and W, without padding.
 
@@ -91,6 +96,7 @@ def formula(
         copy_bytes: of a number in those; by default a full value's.
         cast_bytes: of a number in full values, and in gradients until they are reduced, if
             parameters are cast; see option `param_dtype`.
+        trained: number of parameters that have gradients.
     """
     share, full = PSI / W, precision.param if cast_bytes is None else cast_bytes
     copied = full if copy_bytes is None else copy_bytes
@@ -102,8 +108,8 @@ def formula(
     held = precision.grad if stage == 0 or cast_bytes is None else cast_bytes
     return States(
         params,
-        precision.grad * share if stage > 1 else held * PSI,
-        precision.optimizer * (share if stage > 0 else PSI),
+        precision.grad * trained / W if stage > 1 else held * trained,
+        precision.optimizer * (trained / W if stage > 0 else trained),
     )
 
 
@@ -144,6 +150,7 @@ def wire_formula(
     per_node: int = 0,
     copy_bytes: Any = None,
     cast_bytes: int | None = None,
+    trained: Any = PSI,
 ) -> Any:
     """Bytes that a rank sends per step, in Ψ and W (ZeRO §7): 2Ψ, and 3Ψ at stage 3.
 
@@ -156,16 +163,17 @@ def wire_formula(
         copy_bytes: of a number in the secondary shards that backward gathers inside the node;
             `None`: it gathers over all ranks.
         cast_bytes: of a number in full values and gradients, if parameters are cast.
+        trained: number of parameters that have gradients; others travel at stage 3 only.
     """
     value = precision.param if cast_bytes is None else cast_bytes
-    everywhere = PSI * (W - 1) / W
-    gathered = value * everywhere
+    everywhere, reduced = PSI * (W - 1) / W, trained * (W - 1) / W
+    gathered = value * reduced
     if stage == 3:
         forward = (value if gather is None else gather) * everywhere
         inside = PSI * sympy.Rational(per_node - 1, per_node) if per_node else everywhere
         gathered = forward + (forward if copy_bytes is None else copy_bytes * inside)
     first, last = reduce or (value, value)
     if first == last or not per_node:
-        return gathered + first * everywhere
-    across = PSI * (sympy.Rational(1, per_node) - 1 / W)
-    return gathered + first * (everywhere - across) + last * across
+        return gathered + first * reduced
+    across = trained * (sympy.Rational(1, per_node) - 1 / W)
+    return gathered + first * (reduced - across) + last * across

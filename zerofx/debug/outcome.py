@@ -19,8 +19,8 @@ from zerofx.frontend.views import (
     Times,
     coded_in,
     forecast_of,
-    gathered_before,
     kept_by,
+    sending,
     timeline_of,
     timelines,
     times_of,
@@ -166,7 +166,7 @@ def outcome_of(
 def collective_times(
     programs: Sequence[Programs], rehearsals: Sequence[Rehearsal], setting: Setting
 ) -> list[CollectiveTime]:
-    """All collectives in order, those of backward that send nothing left out."""
+    """All collectives in order, those left out that send nothing."""
     fused = setting.config.inner == "inductor"
     out: list[CollectiveTime] = []
     for number, (both, each) in enumerate(zip(programs, rehearsals, strict=True)):
@@ -226,24 +226,20 @@ class _Sent:
 
 def _sending(programs: Programs, rehearsal: Rehearsal, config: ZeroConfig) -> Iterator[_Sent]:
     """The collectives that send something."""
-    already = gathered_before(programs)
-    for program in programs:
-        for start in program.calls(UNSHARD_START, REDUCE_START):
-            sent, across = facts(start).wire_bytes, program.bytes_across_nodes(start)
-            if start in already or not sent:
-                continue
-            runs = _runs(program, start, rehearsal, config)
-            once = rehearsal.runs / config.accumulate
-            # On a hybrid mesh the hop between replicas waits for the last backward.
-            waits = is_hybrid(config) and once < runs
-            shared = all_reduced_bytes(program, start) if waits else 0
-            left = shared if _layout(program, start).replicas_apart else 0
-            yield _Sent(
-                start,
-                runs,
-                round(runs * (sent - shared) + once * shared),
-                round(runs * (across - left) + once * left),
-            )
+    for program, start, sent in sending(programs):
+        across = program.bytes_across_nodes(start, sent)
+        runs = _runs(program, start, rehearsal, config)
+        once = rehearsal.runs / config.accumulate
+        # On a hybrid mesh the hop between replicas waits for the last backward.
+        waits = is_hybrid(config) and once < runs
+        shared = all_reduced_bytes(program, start) if waits else 0
+        left = shared if _layout(program, start).replicas_apart else 0
+        yield _Sent(
+            start,
+            runs,
+            round(runs * (sent - shared) + once * shared),
+            round(runs * (across - left) + once * left),
+        )
 
 
 def _runs(program: Program, start: fx.Node, rehearsal: Rehearsal, config: ZeroConfig) -> float:

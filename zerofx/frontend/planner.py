@@ -81,12 +81,14 @@ class Plan:
 
     Attributes:
         num_params: Ψ.
+        num_trained: those that are not frozen.
         depth: blocks in the model's stack, if it was extrapolated; else 0.
         traced: depths that were traced, if so.
         stages: the plans, by stage.
     """
 
     num_params: int
+    num_trained: int
     depth: int
     traced: tuple[int, ...]
     stages: Mapping[int, StagePlan]
@@ -146,8 +148,8 @@ class Planner:
             stage: self._stage_plan(stage, views[stage], params, buffers, weighed[stage])
             for stage in stages
         }
-        num_params = sum(spec.numel for spec in params)
-        return Plan(num_params, depth if blocks else 0, blocks[:2] if blocks else (), plans)
+        numel, trained = sum(s.numel for s in params), sum(s.numel for s in params if s.trainable)
+        return Plan(numel, trained, depth if blocks else 0, blocks[:2] if blocks else (), plans)
 
     def closed_forms(self, stages: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Any]:
         """Peak memory of each stage in batch size and length (`zerofx.cost.surface`).
@@ -267,8 +269,7 @@ class Planner:
             accumulates=False,
         )
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
-        update = update_seconds(laid, resident, self.machine)
-        times = dataclasses.replace(view.times, update=update)
+        times = dataclasses.replace(view.times, update=update_seconds(laid, resident, self.machine))
         return StagePlan(stage, forecast, times, view.traffic, weighed)
 
 

@@ -63,11 +63,13 @@ class Prediction:
         program: after its last pass.
         timeline: when its nodes run.
         lives: what it holds.
+        kept: of a backward program, parameters that forward left whole.
     """
 
     program: Program
     timeline: Timeline
     lives: Sequence[Lifetime]
+    kept: frozenset[str] = frozenset()
 
 
 def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> Prediction:
@@ -81,7 +83,7 @@ def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> 
     machine, fused = setting.machine, setting.fused
     timeline = timeline_of(program, machine, before.kept, fused=fused)
     lives = lifetimes(program, machine.algorithms, fused=fused, before=before)
-    return Prediction(program, timeline, lives)
+    return Prediction(program, timeline, lives, before.kept)
 
 
 def left_by(program: Program, setting: Setting) -> Held:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zerofx.cost.machine import already_whole, bytes_sent
 from zerofx.frontend.breaks import Break
 from zerofx.frontend.predict import (
     Prediction,
@@ -123,21 +124,13 @@ def wire_bytes_per_step(programs: Sequence[dict[str, Json]]) -> int | None:
     """Bytes that a rank sends in forward and backward; `None` before there is a backward.
 
     What forward keeps, backward does not gather again. Stages 1 and 2 gather once per optimizer
-    step, which is counted as one step here.
+    step, which is counted as one step here, and what is frozen at most once, which is not counted.
     """
     found = {each["region"]: each for each in programs}
     if Region.BACKWARD.value not in found:
         return None
-    forward, backward = found[Region.FORWARD.value], found[Region.BACKWARD.value]
-    spared = 0
-    for each in backward["collectives"]:
-        sizes = {member["param"]: member["full_bytes"] for member in each["members"]}
-        if each["kind"] == "unshard" and each["layout"].endswith(".resident"):
-            spared += each["wire_bytes"]
-        elif each["kind"] == "unshard":
-            kept = sum(sizes.get(param, 0) for param in forward["kept"])
-            spared += each["wire_bytes"] * kept // max(1, sum(sizes.values()))
-    return forward["wire_bytes"] + backward["wire_bytes"] - spared
+    both = found[Region.FORWARD.value], found[Region.BACKWARD.value]
+    return sum(start["bytes_per_step"] for each in both for start in each["collectives"])
 
 
 def printable(value: Any, names: Mapping[fx.Node, str]) -> Json:
@@ -202,6 +195,7 @@ def _describe_collectives(
 ) -> Iterator[dict[str, Json]]:
     names = node_names(program)
     seconds = collective_seconds(found) if found else {}
+    whole = already_whole(program, found.kept if found else frozenset())
     late = {
         start: why
         for each in passes
@@ -224,6 +218,7 @@ def _describe_collectives(
             "codecs": list(ops.codecs(start)),
             "wire_dtype": wire_dtype(program, start),
             "wire_bytes": record.wire_bytes,
+            "bytes_per_step": bytes_sent(program, start, whole),
             "across_nodes_bytes": program.bytes_across_nodes(start),
             "scale_bytes": record.scale_bytes,
             "exact": record.exact,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import fx
 
@@ -13,7 +13,7 @@ from zerofx.cost.curve import Curve
 from zerofx.cost.forecast import Forecast, Resident
 from zerofx.cost.lines import Line, deepen, line_of, line_through
 from zerofx.cost.liveness import Held, held_after, live_bytes
-from zerofx.cost.machine import Machine, already_whole
+from zerofx.cost.machine import Machine, already_whole, bytes_sent
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
 from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
@@ -197,26 +197,40 @@ def traffic(programs: Programs) -> Traffic:
     Gathers, and reductions; kept values are not sent again.
     A resident copy is gathered once a step, although forward and backward both ask for it.
     """
-    already = gathered_before(programs)
     found: dict[tuple[str, str, str], tuple[float, float, float]] = {}
-    for program in programs:
-        for start in program.calls(UNSHARD_START, REDUCE_START):
-            record = facts(start)
-            if start in already or not record.wire_bytes:
-                continue
-            kind = "reduce" if is_call(start, REDUCE_START) else "gather"
-            key = (program.region.value, kind, wire_dtype(program, start))
-            sizes = (record.wire_bytes, record.scale_bytes, program.bytes_across_nodes(start))
-            before = found.get(key, _NOTHING)
-            found[key] = (before[0] + sizes[0], before[1] + sizes[1], before[2] + sizes[2])
+    for program, start, sent in sending(programs):
+        kind = "reduce" if is_call(start, REDUCE_START) else "gather"
+        key = (program.region.value, kind, wire_dtype(program, start))
+        record = facts(start)
+        scales = record.scale_bytes * sent // record.wire_bytes
+        sizes = (sent, scales, program.bytes_across_nodes(start, sent))
+        before = found.get(key, _NOTHING)
+        found[key] = (before[0] + sizes[0], before[1] + sizes[1], before[2] + sizes[2])
     return found
 
 
+def sending(programs: Programs) -> Iterator[tuple[Program, fx.Node, int]]:
+    """The collectives of a step that send something, where they are, and bytes that a rank sends.
+
+    Of an average step: the copies of frozen parameters that stages 1 and 2 gather at most once do
+    not count.
+    """
+    kept = kept_by(programs[0])
+    for program in programs:
+        whole = already_whole(program, kept)
+        for start in program.calls(UNSHARD_START, REDUCE_START):
+            if sent := bytes_sent(program, start, whole):
+                yield program, start, sent
+
+
 def gathered_before(programs: Programs) -> set[fx.Node]:
-    """Gathers of backward that send nothing: forward kept the values, or they are resident."""
-    whole = already_whole(programs[1], kept_by(programs[0]))
-    starts = programs[1].calls(UNSHARD_START)
-    return {start for start in starts if whole.issuperset(facts(start).members)}
+    """Gathers that send nothing: the values are frozen and resident, or in backward there."""
+    kept, found = kept_by(programs[0]), set[fx.Node]()
+    for program in programs:
+        whole = already_whole(program, kept)
+        starts = program.calls(UNSHARD_START)
+        found.update(start for start in starts if whole.issuperset(facts(start).members))
+    return found
 
 
 def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Timeline, Timeline]:

@@ -71,16 +71,22 @@ class Program:
         """The parameter that `node` concerns."""
         return self.params.get(facts(node).param)
 
-    def bytes_across_nodes(self, start: fx.Node) -> int:
-        """Of the bytes that a rank sends in a collective, those that leave its node."""
+    def bytes_across_nodes(self, start: fx.Node, sent_bytes: int | None = None) -> int:
+        """Of the bytes that a rank sends in a collective, those that leave its node.
+
+        Args:
+            start: of the collective.
+            sent_bytes: what it sends, if not all that it may: some members may be there.
+        """
         record = facts(start)
         spec = next((self.params[name] for name in record.members if name in self.params), None)
         if spec is None or record.axis == NODE:
             return 0
+        sent = record.wire_bytes if sent_bytes is None else sent_bytes
         if ops.codecs(start):
-            return record.across_bytes
+            return record.across_bytes * sent // max(1, record.wire_bytes)
         reduces = ops.is_call(start, ops.REDUCE_START)
-        return spec.layout.sent_across(record.wire_bytes, reduces=reduces)
+        return spec.layout.sent_across(sent, reduces=reduces)
 
     def full_bytes(self, *nodes: fx.Node) -> int:
         """Bytes of full values, in the dtypes that their nodes have.

@@ -30,7 +30,7 @@ function bucketRow(program, each, names, reason) {
     el("td", {}, program.region),
     el("td", { class: "mono", title: names.join("\n") }, members),
     el("td", { class: "number" }, bytes(sum(each.members.map((member) => member.full_bytes)))),
-    el("td", { class: "number" }, each.seconds ? bytes(each.wire_bytes) : "0 B"),
+    el("td", { class: "number" }, bytes(each.bytes_per_step ?? (each.seconds ? each.wire_bytes : 0))),
     el("td", { class: "wire" }, each.seconds ? wire(each) : ""),
     el("td", { class: "number" }, each.seconds ? seconds(each.seconds) : "–"),
     el("td", {}, each.seconds
