@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -111,3 +112,42 @@ def test_formulas_count_what_is_trained(capsys: pytest.CaptureFixture[str]) -> N
         # Backward does not gather what it does not read.
         least = eval(line[2], known) - (4 * 4 * LAYER / RANKS if stage == "3" else 0)
         assert found["sent_bytes"] == pytest.approx(least, rel=0.06)
+
+
+class Tied(nn.Module):
+    """Two graphs read one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.one = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.both(self.one(x))
+        torch._dynamo.graph_break()
+        return self.both(y).square().mean()
+
+
+def _steps_of_tied(stage: int) -> float:
+    torch.manual_seed(0)
+    model = Tied()
+    run = torch.compile(model, backend=f"zero{stage}", options=OPTIONS)
+    optimizer, wire = torch.optim.AdamW(model.parameters()), WireMeter()
+    for step in range(3):
+        with wire.attached() if step == 2 else contextlib.nullcontext():
+            run(torch.ones(4, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wire.sent
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_graphs_share_resident_copies(stage: Any) -> None:
+    config = zerofx.ZeroConfig(stage=stage, dump="", **OPTIONS)
+    x = torch.zeros(4, WIDTH)
+    found = zerofx.explain(Tied(), x, config=config, world_size=RANKS, machine=MACHINE)
+    assert found.captured.graphs == 2
+    sent = found.outcome.sent_bytes
+    assert set(run_ranks(RANKS, _steps_of_tied, stage)) == {sent}
+    assert sum(each.wire_bytes for each in found.collectives) == sent
+    seconds = sum(each.seconds for each in found.collectives)
+    assert seconds == pytest.approx(sent / MACHINE.link.bytes_per_second)

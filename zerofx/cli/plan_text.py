@@ -13,7 +13,7 @@ from rich.table import Table
 from zerofx.cli.plan_wire import Rates, wire_data, wire_text
 from zerofx.cli.units import show_bytes, show_count, show_seconds
 from zerofx.config import ZeroConfig
-from zerofx.cost.memory import Precision
+from zerofx.cost.memory import PSI, TAU, Precision
 from zerofx.frontend.planner import Plan
 
 
@@ -105,7 +105,7 @@ def _stage_data(whole: Plan, stage: int, asked: Question) -> dict[str, Any]:
     plan = whole.stages[stage]
     peak = plan.forecast.peak(asked.batch)
     fixed, slope = plan.forecast.activations(asked.batch)
-    rates = Rates.of(whole, stage, asked.config, asked.precision, asked.num_ranks)
+    rates = _rates(whole, stage, asked)
     out: dict[str, Any] = {
         "peak_bytes": peak.total,
         **dataclasses.asdict(peak),
@@ -154,7 +154,7 @@ def _formulas(plan: Plan, asked: Question) -> str:
     symbols = "Ψ, τ, W" if plan.num_trained < plan.num_params else "Ψ, W"
     lines = [f"bytes in {symbols} and the batch size B:"]
     for stage, each in sorted(plan.stages.items()):
-        rates = Rates.of(plan, stage, asked.config, asked.precision, asked.num_ranks)
+        rates = _rates(plan, stage, asked)
         states = rates.states()
         fixed, slope = each.forecast.activations(asked.batch)
         linear = f"{show_bytes(max(0.0, fixed))} + {show_bytes(slope)}·B"
@@ -162,6 +162,12 @@ def _formulas(plan: Plan, asked: Question) -> str:
         total = sympy.expand(states.total)
         lines.append(f"  zero{stage}  states {total}, activations {linear}, sent {sent}")
     return "\n".join(lines)
+
+
+def _rates(plan: Plan, stage: int, asked: Question) -> Rates:
+    trained = PSI if plan.num_trained == plan.num_params else TAU
+    each = plan.stages[stage]
+    return Rates.of(each, asked.config, asked.precision, asked.num_ranks, trained)
 
 
 def _peaks(asked: Question) -> Iterator[str]:

@@ -10,8 +10,8 @@ import sympy
 
 from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.config import ZeroConfig
-from zerofx.cost.memory import PSI, TAU, Precision, States, formula, wire_formula
-from zerofx.frontend.planner import Plan, StagePlan, at_stage, own_dtype
+from zerofx.cost.memory import PSI, Precision, States, formula, wire_formula
+from zerofx.frontend.planner import StagePlan, at_stage, own_dtype
 from zerofx.frontend.weigh import pays
 from zerofx.ir.parcels import Codec
 from zerofx.passes.quantize_reduces import QuantizeReduces
@@ -44,10 +44,14 @@ class Rates:
 
     @staticmethod
     def of(
-        whole: Plan, stage: int, config: ZeroConfig, precision: Precision, num_ranks: int
+        plan: StagePlan,
+        config: ZeroConfig,
+        precision: Precision,
+        num_ranks: int,
+        trained: Any = PSI,
     ) -> Rates:
-        """Those of a stage of a plan that was made with `config` for so many ranks."""
-        plan, at = whole.stages[stage], at_stage(config, stage)
+        """Those of a plan that was made with `config` for so many ranks."""
+        at = at_stage(config, plan.stage)
         weights = at.weight_codec if pays(plan.weighed, QuantizeUnshards.name) else None
         grads = at.gradient_codecs if pays(plan.weighed, QuantizeReduces.name) else None
         gather = None if weights is None else _bytes(weights)
@@ -59,8 +63,7 @@ class Rates:
         reduce = None if grads is None else (_bytes(grads[0]), _bytes(grads[1]))
         per_node = config.ranks_per_node or 0
         per_node = per_node if per_node < num_ranks else 0
-        trained = PSI if whole.num_trained == whole.num_params else TAU
-        return Rates(stage, precision, gather, reduce, per_node, copy, size, trained)
+        return Rates(plan.stage, precision, gather, reduce, per_node, copy, size, trained)
 
     def states(self) -> States:
         """Model states in Ψ, τ and W."""

@@ -17,7 +17,15 @@ from zerofx.cost.tables import MOST_BUCKET_BYTES, Collective, CommTable
 from zerofx.ir.codes import kernels_at, specs_of
 from zerofx.ir.facts import facts
 from zerofx.ir.kernels import operand_bytes
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of, is_call, waits_of
+from zerofx.ir.ops import (
+    KEEP,
+    REDUCE_START,
+    UNSHARD_START,
+    codecs,
+    collective_of,
+    is_call,
+    waits_of,
+)
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 
@@ -157,7 +165,7 @@ def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:
 
     Args:
         program: any.
-        kept: parameters that forward left whole.
+        kept: parameters that earlier programs of the step left whole.
     """
     backward = program.region is Region.BACKWARD
     resident = frozenset(
@@ -165,7 +173,19 @@ def already_whole(program: Program, kept: frozenset[str]) -> frozenset[str]:
         for name, spec in program.params.items()
         if spec.layout.resident and (backward or not spec.trainable)
     )
-    return resident | kept if backward else resident
+    return resident | kept
+
+
+def left_to(
+    programs: tuple[Program, Program], there: frozenset[str] = frozenset()
+) -> tuple[frozenset[str], frozenset[str]]:
+    """What is whole when forward and backward begin, if earlier graphs of the step left `there`."""
+    return there, there | kept_by(programs[0])
+
+
+def kept_by(forward: Program) -> frozenset[str]:
+    """Parameters that a program leaves whole."""
+    return frozenset(facts(node).param for node in forward.calls(KEEP))
 
 
 def bytes_sent(program: Program, start: fx.Node, whole: frozenset[str]) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from zerofx.config import Stage
-from zerofx.debug.outcome import Outcome, Setting, kept_bytes, outcome_of, programs_of
+from zerofx.debug.outcome import Outcome, Setting, outcome_of, programs_of
 from zerofx.errors import ZeroFxError
 from zerofx.frontend.planner import at_stage
 from zerofx.frontend.rehearsal import Rehearsal, lay_out
 from zerofx.frontend.views import Programs
+from zerofx.ir.ops import UNSHARD_START
 from zerofx.ir.verify import peak_full_bytes
 from zerofx.passes.buckets import default_target
 
@@ -182,7 +183,7 @@ def _candidates(
     sizes = {0, now // 4, now // 2, 2 * now, 4 * now, 16 * now} if now else {whole // 8, whole // 2}
     yield from (with_("bucket_bytes", size) for size in sorted(sizes) if 0 <= size <= 2 * whole)
     if config.stage == 3:
-        everything = kept_bytes(programs)
+        everything = _kept_bytes(programs)
         yield from (with_("memory_budget", n) for n in (0, everything // 2, everything))
         most = max(peak_full_bytes(program) for both in programs for program in both)
         yield from (with_("prefetch_bytes", n) for n in (0, 2 * most, 4 * most))
@@ -192,3 +193,12 @@ def _candidates(
         yield _Candidate("param_dtype", "torch.bfloat16", again, cast=torch.bfloat16)
     if traces:
         yield _Candidate("micro-batch", "×2", setting, config.param_dtype, 2)
+
+
+def _kept_bytes(programs: Sequence[Programs]) -> int:
+    """Full values of all gathers of the forwards: what `memory_budget` could keep at most."""
+    return sum(
+        forward.full_bytes(start)
+        for forward, _ in programs
+        for start in forward.calls(UNSHARD_START)
+    )

@@ -9,6 +9,7 @@ from torch import fx
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Peak
+from zerofx.cost.machine import left_to
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.dump import Reader
 from zerofx.frontend.planner import Machine
@@ -19,7 +20,6 @@ from zerofx.frontend.views import (
     Times,
     coded_in,
     forecast_of,
-    kept_by,
     sending,
     timeline_of,
     timelines,
@@ -27,7 +27,7 @@ from zerofx.frontend.views import (
 )
 from zerofx.ir.codes import all_reduced_bytes, wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START, is_call
+from zerofx.ir.ops import REDUCE_START, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.ir.text import node_names
@@ -127,9 +127,10 @@ def outcome_of(
 ) -> Outcome:
     """What these programs do."""
     machine, fused = setting.machine, setting.config.inner == "inductor"
-    graphs, times = list(zip(programs, rehearsals, strict=True)), Times(0.0, 0.0)
-    for both, each in graphs:
-        times = times.plus(_times(both, each, setting), 1.0)
+    gathered, times = _gathered_earlier(programs, rehearsals), Times(0.0, 0.0)
+    graphs = list(zip(programs, rehearsals, gathered, strict=True))
+    for both, each, there in graphs:
+        times = times.plus(_times(both, each, setting, there), 1.0)
     many = sum(each.runs for each in rehearsals) > 1
     laid, resident = rest_of(
         _all_params(rehearsals),
@@ -142,10 +143,14 @@ def outcome_of(
         accumulates=many,
     )
     update = update_seconds(laid, resident, machine)
-    sending = [found for both, each in graphs for found in _sending(both, each, setting.config)]
+    sent = [
+        found
+        for both, each, there in graphs
+        for found in _sending(both, each, setting.config, there)
+    ]
     peaks: list[Peak] = []
     earlier = 0  # what the graphs before this one keep for their backward
-    for both, each in graphs:
+    for both, each, _ in graphs:
         forecast, held = forecast_of(
             both, resident, machine.algorithms, fused=fused, accumulates=many
         )
@@ -158,8 +163,8 @@ def outcome_of(
     return Outcome(
         dataclasses.replace(times, update=update),
         max(peaks, key=lambda peak: peak.total),
-        sum(each.wire_bytes for each in sending),
-        round(sum(each.runs for each in sending)),
+        sum(each.wire_bytes for each in sent),
+        round(sum(each.runs for each in sent)),
     )
 
 
@@ -169,11 +174,12 @@ def collective_times(
     """All collectives in order, those left out that send nothing."""
     fused = setting.config.inner == "inductor"
     out: list[CollectiveTime] = []
-    for number, (both, each) in enumerate(zip(programs, rehearsals, strict=True)):
-        sent = {found.start: found for found in _sending(both, each, setting.config)}
-        for program, timeline in zip(
-            both, timelines(both, setting.machine, fused=fused), strict=True
-        ):
+    gathered = _gathered_earlier(programs, rehearsals)
+    graphs = enumerate(zip(programs, rehearsals, gathered, strict=True))
+    for number, (both, each, there) in graphs:
+        sent = {found.start: found for found in _sending(both, each, setting.config, there)}
+        found_timelines = timelines(both, setting.machine, fused=fused, there=there)
+        for program, timeline in zip(both, found_timelines, strict=True):
             names = node_names(program)
             for span, exposed in timeline.exposure():
                 if (found := sent.get(span.node)) is None:
@@ -198,15 +204,6 @@ def collective_times(
     return out
 
 
-def kept_bytes(programs: Sequence[Programs]) -> int:
-    """Full values of all gathers of the forwards: what `memory_budget` could keep at most."""
-    return sum(
-        forward.full_bytes(start)
-        for forward, _ in programs
-        for start in forward.calls(UNSHARD_START)
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sent:
     """What a step sends in one collective.
@@ -224,9 +221,25 @@ class _Sent:
     across_bytes: int
 
 
-def _sending(programs: Programs, rehearsal: Rehearsal, config: ZeroConfig) -> Iterator[_Sent]:
+def _gathered_earlier(
+    programs: Sequence[Programs], rehearsals: Sequence[Rehearsal]
+) -> list[frozenset[str]]:
+    """For each graph the resident copies that others of its model gathered in the same step."""
+    found: dict[tuple[ParamSpec, ...], frozenset[str]] = {}
+    out: list[frozenset[str]] = []
+    for both, each in zip(programs, rehearsals, strict=True):
+        out.append(before := found.get(each.params, frozenset()))
+        if each.runs >= 1:  # in every step
+            specs = both[0].params.items()
+            found[each.params] = before.union(n for n, spec in specs if spec.layout.resident)
+    return out
+
+
+def _sending(
+    programs: Programs, rehearsal: Rehearsal, config: ZeroConfig, there: frozenset[str]
+) -> Iterator[_Sent]:
     """The collectives that send something."""
-    for program, start, sent in sending(programs):
+    for program, start, sent in sending(programs, there):
         across = program.bytes_across_nodes(start, sent)
         runs = _runs(program, start, rehearsal, config)
         once = rehearsal.runs / config.accumulate
@@ -259,12 +272,14 @@ def _layout(program: Program, start: fx.Node) -> Layout:
     return program.params[facts(start).members[0]].layout
 
 
-def _times(programs: Programs, rehearsal: Rehearsal, setting: Setting) -> Times:
+def _times(
+    programs: Programs, rehearsal: Rehearsal, setting: Setting, there: frozenset[str]
+) -> Times:
     """All runs of a graph in a step: those that send everything, and those that send less."""
-    kept, fused = kept_by(programs[0]), setting.config.inner == "inductor"
-    runs = {each.start: each.runs for each in _sending(programs, rehearsal, setting.config)}
+    fused, config = setting.config.inner == "inductor", setting.config
+    runs = {each.start: each.runs for each in _sending(programs, rehearsal, config, there)}
     times = Times(0.0, 0.0)
-    for program in programs:
+    for program, kept in zip(programs, left_to(programs, there), strict=True):
         own = {start: runs[start] for start in program.graph.nodes if start in runs}
         before = 0.0
         for often in sorted({*own.values(), rehearsal.runs}):

@@ -13,10 +13,10 @@ from zerofx.cost.curve import Curve
 from zerofx.cost.forecast import Forecast, Resident
 from zerofx.cost.lines import Line, deepen, line_of, line_through
 from zerofx.cost.liveness import Held, held_after, live_bytes
-from zerofx.cost.machine import Machine, already_whole, bytes_sent
+from zerofx.cost.machine import Machine, already_whole, bytes_sent, left_to
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import KEEP, REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
 from zerofx.ir.program import Program
 from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
@@ -180,11 +180,6 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
     )
 
 
-def sent_bytes(programs: Programs) -> tuple[int, int]:
-    """Bytes that a rank sends in a step, and those of them that leave its node."""
-    return total_of(traffic(programs))
-
-
 def total_of(traffic: Traffic) -> tuple[int, int]:
     """All bytes, and those of them that leave the rank's node."""
     sent = traffic.values()
@@ -209,14 +204,15 @@ def traffic(programs: Programs) -> Traffic:
     return found
 
 
-def sending(programs: Programs) -> Iterator[tuple[Program, fx.Node, int]]:
+def sending(
+    programs: Programs, there: frozenset[str] = frozenset()
+) -> Iterator[tuple[Program, fx.Node, int]]:
     """The collectives of a step that send something, where they are, and bytes that a rank sends.
 
     Of an average step: the copies of frozen parameters that stages 1 and 2 gather at most once do
-    not count.
+    not count, nor those that earlier graphs gathered: `there`.
     """
-    kept = kept_by(programs[0])
-    for program in programs:
+    for program, kept in zip(programs, left_to(programs, there), strict=True):
         whole = already_whole(program, kept)
         for start in program.calls(UNSHARD_START, REDUCE_START):
             if sent := bytes_sent(program, start, whole):
@@ -225,24 +221,27 @@ def sending(programs: Programs) -> Iterator[tuple[Program, fx.Node, int]]:
 
 def gathered_before(programs: Programs) -> set[fx.Node]:
     """Gathers that send nothing: the values are frozen and resident, or in backward there."""
-    kept, found = kept_by(programs[0]), set[fx.Node]()
-    for program in programs:
+    found = set[fx.Node]()
+    for program, kept in zip(programs, left_to(programs), strict=True):
         whole = already_whole(program, kept)
         starts = program.calls(UNSHARD_START)
         found.update(start for start in starts if whole.issuperset(facts(start).members))
     return found
 
 
-def timelines(programs: Programs, machine: Machine, *, fused: bool) -> tuple[Timeline, Timeline]:
+def timelines(
+    programs: Programs, machine: Machine, *, fused: bool, there: frozenset[str] = frozenset()
+) -> tuple[Timeline, Timeline]:
     """Forward and backward in simulated time.
 
     Args:
         programs: after all passes.
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
+        there: resident copies that earlier graphs gathered.
     """
-    kept = kept_by(programs[0])
-    forward, backward = (timeline_of(each, machine, kept, fused=fused) for each in programs)
+    pairs = zip(programs, left_to(programs, there), strict=True)
+    forward, backward = (timeline_of(each, machine, kept, fused=fused) for each, kept in pairs)
     return forward, backward
 
 
@@ -259,7 +258,7 @@ def timeline_of(
     Args:
         program: after all passes.
         machine: where it will run.
-        kept: parameters that forward leaves whole.
+        kept: parameters that earlier programs of the step left whole.
         fused: whether kernels are fused, as Inductor does.
         silent: starts of collectives that send nothing this time.
     """
@@ -281,11 +280,6 @@ def times_of(timelines: Iterable[Timeline]) -> Times:
     found = list(timelines)
     compute, host = sum(t.compute_seconds for t in found), sum(t.host_seconds for t in found)
     return Times(compute, sum(t.seconds for t in found) - compute - host, host)
-
-
-def kept_by(forward: Program) -> frozenset[str]:
-    """Parameters that a program leaves whole."""
-    return frozenset(facts(node).param for node in forward.calls(KEEP))
 
 
 def _curves(

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from zerofx.cost.machine import Machine
+from zerofx.cost.machine import Machine, kept_by
 from zerofx.frontend.joint import copy_module
-from zerofx.frontend.views import kept_by, timeline_of
+from zerofx.frontend.views import timeline_of
 from zerofx.ir import ops
 from zerofx.ir.codes import exact_bytes
 from zerofx.ir.facts import facts
