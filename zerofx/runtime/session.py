@@ -191,14 +191,14 @@ class Session:
     def optimizer_stepped(self, params: Iterable[Tensor], *, applies: bool) -> None:
         """An optimizer updated `params`, unless its rate is zero: resident copies are stale."""
         stepped = {id(param) for param in params}
-        for state in self.states:
-            if id(state.param) in stepped:
+        for state in (each for each in self.states if id(each.param) in stepped):
+            self.accumulation.stepped()
+            # What has no gradient is not updated: frozen parameters keep their copies and codes.
+            if state.param.grad is not None:
+                self.codes.frozen.drop(state)
+                state.num_updates += applies
+            if state.param.grad is not None or state.param.requires_grad:
                 self._forget_values(state)
-                self.accumulation.stepped()
-                # What has no gradient is not updated: frozen parameters keep their codes.
-                if state.param.grad is not None:
-                    self.codes.frozen.drop(state)
-                    state.num_updates += applies
 
     def refresh(self) -> None:
         """Shards changed without a trace: every copy of them, and what was learnt, is of no use."""

@@ -31,7 +31,8 @@ def param_dtypes(model: nn.Module, asked: torch.dtype | None) -> dict[int, torch
     dtypes: dict[int, torch.dtype | None] = {}
     for module in model.modules():
         dtype = param_dtype_in(module, asked)
-        for param in nn.Module.parameters(module, recurse=False):
+        # A module's own `named_parameters` may leave some out.
+        for _, param in nn.Module.named_parameters(module, recurse=False):
             dtypes[id(param)] = dtypes.get(id(param), dtype) and dtype  # `None` where tied to one
     return dtypes
 
@@ -42,7 +43,7 @@ def param_dtype_in(module: nn.Module, asked: torch.dtype | None) -> torch.dtype 
     Kernels of BatchNorm take weights in the dtype of the running statistics, and inputs in another.
     These are buffers, which no option casts; so its weights stay as they are, too.
     """
-    mean = dict(module.named_buffers(recurse=False)).get("running_mean")
+    mean = dict(nn.Module.named_buffers(module, recurse=False)).get("running_mean")
     return asked if mean is None or mean.dtype is asked else None
 
 
