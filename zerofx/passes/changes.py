@@ -117,11 +117,6 @@ def check_pass(thing: Any, source: str = "") -> Pass:
             f"{by}pass {name} has regions={regions!r}",
             "name the programs it works on: frozenset((Region.FORWARD, Region.BACKWARD))",
         )
-    if odd := [known.name for known in dataclasses.fields(thing) if not known.compare]:
-        raise ConfigError(
-            f"{by}pass {name} does not compare its field {odd[0]}",
-            "leave compare=False out: a program would be used with another value of it",
-        )
     for flag in ("mandatory", "replaces"):
         if not isinstance(getattr(thing, flag), bool):
             raise ConfigError(
