@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import fx
-
-from zerofx.ir.facts import facts
-
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -21,10 +17,6 @@ class Link:
     bytes_per_second: float
     latency: float
 
-    def seconds(self, start: fx.Node) -> float:
-        """Time of `unshard_start` or `reduce_start`; nothing if no byte leaves the rank."""
-        return self.seconds_of(facts(start).wire_bytes)
-
     def seconds_of(self, sent: int) -> float:
-        """Time of a collective in which a rank sends so many bytes."""
+        """Time of a collective in which a rank sends so many bytes; none if no byte leaves it."""
         return self.latency + sent / self.bytes_per_second if sent else 0.0

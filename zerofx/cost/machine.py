@@ -91,8 +91,7 @@ class Machine:
             start: `unshard_start` or `reduce_start`.
             whole: parameters whose full values are there: see `already_whole`.
         """
-        sent = bytes_sent(program, start, whole)
-        return self.link_of(program, start).seconds_of(sent) if sent else 0.0
+        return self.link_of(program, start).seconds_of(bytes_sent(program, start, whole))
 
     def link_of(self, program: Program, start: fx.Node) -> Link:
         """The link as `unshard_start`, or `reduce_start`, finds it."""

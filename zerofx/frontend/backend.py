@@ -230,7 +230,7 @@ def _check_options(described: GraphInputs, config: ZeroConfig) -> None:
                 "you compile it",
                 differences(session.config, config),
             )
-        if config.hang_timeout not in (session.config.hang_timeout, ZeroConfig().hang_timeout):
+        if config.hang_timeout not in (session.config.hang_timeout, ZeroConfig.hang_timeout):
             raise UnsupportedError(
                 f"hang_timeout={config.hang_timeout:g} comes too late: ranks watch each other "
                 f"since the model was sharded, with {session.config.hang_timeout:g}",

@@ -17,7 +17,7 @@ from zerofx.ir.meaning import Meanings
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import node_names
-from zerofx.ir.view import aliased_inputs, is_impure, is_symbol, positions
+from zerofx.ir.view import aliased_inputs, is_impure, is_symbol, positions, written_inputs
 
 Roots = tuple[fx.Node, ...]
 _NONE: Roots = ()
@@ -66,6 +66,11 @@ class Case:
     def place(self) -> dict[fx.Node, int]:
         """Place of each node in execution order."""
         return positions(self.program.graph)
+
+    @functools.cached_property
+    def writes(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each operation that writes, the inputs that it writes to."""
+        return {node: written for node in self.place if (written := written_inputs(node))}
 
     @functools.cached_property
     def gathered(self) -> dict[fx.Node, None]:

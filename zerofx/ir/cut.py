@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, fx
 
 from zerofx.errors import VerificationError
+from zerofx.ir.border import look
 from zerofx.ir.case import Case, gradients_by_input
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.meaning import Meanings
@@ -75,7 +76,7 @@ def _saved(joint: Program, forward: Program, backward: Program) -> Iterator[str]
         if isinstance(node.meta.get("val"), Tensor) and node.name not in reads
     ]
     # The partitioner renames the random states of a checkpointed region, and nothing else.
-    if [_kind(node) for node in foreign] == [_kind(node) for node in unread]:
+    if [look(node) for node in foreign] == [look(node) for node in unread]:
         return
     for node in foreign:
         yield f"backward reads {_called(node)}, which forward does not save"
@@ -132,8 +133,3 @@ def _placeholders(program: Program) -> dict[str, fx.Node]:
 def _called(node: fx.Node) -> str:
     param = facts(node).param
     return f"{node.name} ({param})" if param else node.name
-
-
-def _kind(node: fx.Node) -> tuple[str, ...]:
-    value = node.meta["val"]
-    return str(value.dtype), *(str(extent) for extent in value.shape)

@@ -35,6 +35,19 @@ def computes_in(dtype: torch.dtype, graph: fx.Graph) -> bool:
     return any(isinstance(value, Tensor) and value.dtype is dtype for value in values)
 
 
+def written_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs that an operation changes, by its schema."""
+    found: list[fx.Node] = []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return found
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, found.append)
+    return found
+
+
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs whose memory the value of `node` may share."""
     if node.op != "call_function":

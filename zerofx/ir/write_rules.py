@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from zerofx.ir import ops
 from zerofx.ir.case import Case, Offence
@@ -19,8 +19,7 @@ def nothing_written(case: Case) -> Iterator[Offence]:
     A shard is the parameter, which the optimizer alone changes; a full value may be kept for
     backward, or be the parameter itself; a reduction reads its gradients until it is waited for.
     """
-    writes = {node: written for node in case.place if (written := _written(node))}
-    if not writes:
+    if not (writes := case.writes):
         return
     fulls = case.calls(ops.UNSHARD, ops.UNSHARD_WAIT)
     for source in (*case.program.with_role(Role.SHARD), *fulls):
@@ -38,13 +37,14 @@ def nothing_written(case: Case) -> Iterator[Offence]:
 
 def read_before_written(case: Case) -> Iterator[Offence]:
     """What the model writes to an input, a buffer say, is written after all reads of it."""
-    for node in case.place:
-        for source in _written(node) if not ops.is_call(node, ops.SYNC_BUFFERS) else ():
+    for node, written in case.writes.items():
+        for source in written if not ops.is_call(node, ops.SYNC_BUFFERS) else ():
             if source.op != "placeholder":
                 continue
             for user in (user for alias in alias_closure(source) for user in alias.users):
                 late = case.place[user] > case.place[node] and user.op != "output"
-                if late and node not in user.all_input_nodes and source not in _written(user):
+                writes = source in case.writes.get(user, ())
+                if late and node not in user.all_input_nodes and not writes:
                     yield Offence(user, f"reads {case.name(source)} after a write to it", source)
 
 
@@ -55,16 +55,3 @@ def known_operations(case: Case) -> Iterator[Offence]:
             continue
         if any(isinstance(each.meta.get("val"), Tensor) for each in node.all_input_nodes):
             yield Offence(node, "is no operation that torch knows")
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Inputs that an operation changes, by its schema."""
-    found: list[fx.Node] = []
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return found
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(given, found.append)
-    return found
