@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -70,14 +72,33 @@ class Hooked(Two):
 
 
 class Branched(Two):
-    """As docs/loops.md has it: weights are read before `torch.cond`."""
+    """Ranks run different branches, one inside another; one reads weights before."""
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = (self.first.weight, self.first.bias), (self.second.weight, self.second.bias)
-        y = torch.cond(
-            x.sum() > 0, lambda x: F.linear(x, *first), lambda x: F.linear(x, *second).cos(), (x,)
-        )
+        first = self.first.weight
+
+        def inner(x: Tensor) -> Tensor:
+            return torch.cond(x.mean() > 0.1, self.second, lambda x: self.first(x).sin(), (x,))
+
+        y = torch.cond(x.sum() > 0, inner, lambda x: F.linear(self.second(x), first).cos(), (x,))
         return y.square().mean()
+
+
+class Scanned(Two):
+    """A recurrence, whose cell is read once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            state = torch.tanh(self.first(state) + row)
+            return state, self.second(state)
+
+        return scan(step, torch.zeros_like(x[0]), x)[1].square().mean()
+
+
+class Mapped(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = map_rows(lambda row: torch.tanh(self.second(row)), self.first(x))
+        return rows.square().mean()
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -85,6 +106,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "checkpointed": lambda: Stack(True),
     "hook": Hooked,
     "cond": Branched,
+    "scan": Scanned,
+    "map": Mapped,
 }
 
 
@@ -93,27 +116,27 @@ def _train(kind: str, stage: int) -> None:
     pair.train(lambda run, number: run(draw(4, 6, seed=number)))
 
 
-@pytest.mark.parametrize(("kind", "stage"), [*zip(MODELS, (1, 3, 1, 3), strict=True)])
+@pytest.mark.parametrize(("kind", "stage"), [*zip(MODELS, (1, 3, 1, 3, 3, 2), strict=True)])
 def test_graphs_inside_a_graph(kind: str, stage: int) -> None:
     run_ranks(2, _train, kind, stage)
 
 
 class Biased(nn.Module):
-    """A learned bias, read before the function of scores. (torch does not train this on CPUs.)"""
+    """A learned bias, read in the function of scores, and a scale before. (Not trained on CPUs.)"""
 
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(16, 48)
         self.bias = nn.Parameter(torch.randn(2, 64))
+        self.scale = nn.Parameter(torch.randn(2))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.project(x).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts)
-
-        bias = self.bias
+        scale = self.scale
 
         def biased(score: Tensor, b: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            return score + bias[head, row]
+            return scale[head] * score + self.bias[head, row]
 
         return flex_attention(q, k, v, score_mod=biased)
 

@@ -23,6 +23,7 @@ from zerofx.runtime.params import ParamState
 from zerofx.sharding.moves import apply_around
 from zerofx.sharding.reading import READS, STATES, bound_states, in_forward, is_bound, read_eagerly
 from zerofx.sharding.rows import cut
+from zerofx.torch_private import trace_inside, trace_outside
 
 _NAMES = "_zerofx_names"
 
@@ -165,8 +166,13 @@ def _parameter_property(name: str) -> property:
             # functional_call puts plain values here.
             if isinstance(param, DTensor) and name in self._zerofx_reads:
                 layout, dtype = self._zerofx_reads[name]
+                # Not all ranks run the same branches, but all gather.
+                outside = trace_outside()
                 # Naming the gradient's placements, which are these, would cost a guard of each.
-                return UNSHARD(param.to_local(), param.shape, layout, dtype)
+                full = UNSHARD(param.to_local(), param.shape, layout, dtype)
+                if outside:
+                    trace_inside()
+                return full
         elif param is not None and name in self._zerofx_reads and in_forward():
             return read_eagerly(self, name, param)
         if param is _ABSENT:

@@ -2,7 +2,8 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
-given, handlers, joint, nccl, profiling, reductions, sequences, steps, tensors, turns, views.
+given, handlers, joint, nccl, outside, profiling, reductions, sequences, steps, tensors, turns,
+views.
 """
 
 from zerofx.torch_private.answers import answer_operations, answer_other_libraries
@@ -90,6 +91,7 @@ from zerofx.torch_private.joint import (
     orders_effects,
 )
 from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
+from zerofx.torch_private.outside import trace_inside, trace_outside
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.reductions import reduce_all_rows
 from zerofx.torch_private.sequences import (
@@ -244,6 +246,8 @@ __all__ = [
     "trace_and_compile",
     "trace_apart",
     "trace_artifact",
+    "trace_inside",
+    "trace_outside",
     "transpose_in_place",
     "unwrap_compiled",
     "update_local_tensors",

@@ -1,0 +1,40 @@
+"""Where Dynamo puts what it traces inside functions that operators such as `torch.cond` run."""
+
+from __future__ import annotations
+
+from torch._dynamo import assume_constant_result
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._ops import HigherOrderOperator
+
+_OPERATORS = (
+    *("cond", "switch", "while_loop", "while_loop_stack_output"),
+    *("map_impl", "scan", "associative_scan", "flex_attention"),
+)
+
+
+@assume_constant_result
+def trace_outside() -> bool:
+    """From here on, what a function given to `torch.cond` and its like does is done before it.
+
+    Dynamo calls this while it traces. `trace_inside` follows if the answer is yes.
+
+    Returns:
+        Whether Dynamo was in such a function.
+    """
+    tracers = InstructionTranslator.current_tx().output.tracers
+    inside = tracer = tracers[-1]
+    while _runs_a_function(tracer.source_target):
+        tracer = tracer.parent
+    if tracer is not inside:
+        tracers.append(tracer)
+    return tracer is not inside
+
+
+@assume_constant_result
+def trace_inside() -> None:
+    """Goes back into the function that `trace_outside` left."""
+    InstructionTranslator.current_tx().output.tracers.pop()
+
+
+def _runs_a_function(target: object) -> bool:
+    return isinstance(target, HigherOrderOperator) and target.name() in _OPERATORS
