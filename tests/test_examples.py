@@ -52,6 +52,18 @@ def test_finetune_trains_saves_and_resumes_at_another_stage(tmp_path: Path) -> N
     assert len(list((tmp_path / "checkpoints").iterdir())) > len(checkpoints)
 
 
+def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    (program,) = re.findall(r"(?ms)^```python\n(# train\.py\n.*?)^```$", readme)
+    script = tmp_path / "train.py"
+    line = "    loss.backward()\n"
+    script.write_text(program.replace(line, f"    print(loss.item())\n{line}"))
+    losses = list(map(float, run_script(script).split()))
+    assert len(losses) == 2 * 100
+    for mine in (losses[:100], losses[100:]):
+        assert sum(mine[-10:]) < 0.1 * sum(mine[:10])
+
+
 def test_quickstart_needs_no_torchrun(tmp_path: Path) -> None:
     few = ("--steps", "3", "--sample-characters", "4")
     assert "loss" in run_alone("quickstart.py", *in_folder(tmp_path), *few)

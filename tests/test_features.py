@@ -33,3 +33,10 @@ def test_named_tests_exist(page: str) -> None:
 def test_every_feature_names_its_test() -> None:
     rows = _ROW.findall((TESTS.parent / "docs" / "features.md").read_text())
     assert [row for row in rows if len(_NAMED.findall(row)) != 1] == []
+
+
+def test_every_error_is_explained() -> None:
+    page = (TESTS.parent / "docs" / "troubleshooting.md").read_text()
+    tree = ast.parse((TESTS.parent / "zerofx" / "errors.py").read_text())
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert set(re.findall(r"\b\w+Error\b", page)) == classes

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,32 @@ def test_wrong_values(name: str) -> None:
 
 def test_every_option_is_tried() -> None:
     assert set(WRONG) == set(ZeroConfig.__dataclass_fields__)
+
+
+def _rows() -> dict[str, str]:
+    """Of docs/options.md, by option: its default, and what the docstring says of it."""
+    doc = inspect.cleandoc(str(ZeroConfig.__doc__)).partition("Attributes:\n")[2]
+    told = {name: " ".join(text.split()) for name, text in re.findall(_ATTRIBUTE, doc)}
+    rows: dict[str, str] = {}
+    for each in dataclasses.fields(ZeroConfig):
+        default = "$ZEROFX_DUMP" if each.name == "dump" else repr(each.default)
+        rows[each.name] = f"| `{each.name}` | `{default}` | {told[each.name]} |"
+    return rows
+
+
+_ATTRIBUTE = r"(?m)^    (\w+): ((?:.*\n?)(?:      .*\n?)*)"
+
+
+def test_the_manual_has_every_option() -> None:
+    """`ZEROFX_UPDATE_GOLDEN=1 pytest tests/test_options.py` writes its rows anew."""
+    page = Path(__file__).parents[1] / "docs" / "options.md"
+    text, rows = page.read_text(), _rows()
+    written = re.findall(r"(?m)^\| `(\w+)` \|.*$", text)
+    assert sorted([*written, "stage"]) == sorted(rows)
+    renewed = re.sub(r"(?m)^\| `(\w+)` \|.*$", lambda row: rows[row[1]], text)
+    if os.environ.get("ZEROFX_UPDATE_GOLDEN") == "1":
+        page.write_text(renewed)
+    assert page.read_text() == renewed
 
 
 def test_one_text_is_a_list_of_one() -> None:

@@ -1,4 +1,4 @@
-"""Accumulation over micro-batches: right by default, cheap when asked for (DESIGN §4)."""
+"""Accumulation over micro-batches: right by default, cheap when asked for."""
 
 from __future__ import annotations
 

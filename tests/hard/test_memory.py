@@ -1,4 +1,4 @@
-"""What is held at once, measured from outside at every collective (DESIGN §4)."""
+"""What is held at once, measured from outside at every collective."""
 
 from __future__ import annotations
 
