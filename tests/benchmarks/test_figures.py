@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import stages
 from benchmarks.compare.contenders import CONTENDERS
 from benchmarks.compare.display import markdown, plot, table
 from benchmarks.compare.figures import formula_bytes, loss_differences, summarize
@@ -27,6 +28,12 @@ OUTCOMES = [
     _outcome("compute", 120, losses=[2.0, 9.0]),
     _outcome("zero3", 170, losses=[2.0, 1.5], wire_bytes=6000, first_s=5),
 ]
+
+
+def test_the_picture_of_the_stages_is_what_the_formulas_say() -> None:
+    image = Path(__file__).parents[2] / "docs" / "images" / "stages.svg"
+    assert image.read_text(encoding="utf-8") == stages.draw()
+    assert [sum(stages.held(stage).values()) for stage in range(4)] == [16, 9, 5.5, 2]
 
 
 def test_medians_ratios_and_formulas() -> None:
