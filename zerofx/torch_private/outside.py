@@ -21,7 +21,10 @@ def trace_outside() -> bool:
     Returns:
         Whether Dynamo was in such a function.
     """
-    tracers = InstructionTranslator.current_tx().output.tracers
+    try:
+        tracers = InstructionTranslator.current_tx().output.tracers
+    except AttributeError:  # not Dynamo: torch.export traces by itself
+        return False
     inside = tracer = tracers[-1]
     while _runs_a_function(tracer.source_target):
         tracer = tracer.parent
