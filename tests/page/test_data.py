@@ -127,6 +127,26 @@ def test_a_report_adds_up(gpt: Rehearsal, stage: int, tmp_path: Path) -> None:
         assert {span["node"] for span in timeline["spans"]} <= names
 
 
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}])
+def test_a_report_names_the_axes(options: dict[str, Any], gpt: Rehearsal, tmp_path: Path) -> None:
+    dump_gpt(tmp_path, gpt, min_shard_numel=4096, **options)
+    found: dict[str, set[str]] = {"unshard": set(), "reduce": set()}
+    for program in json.loads((tmp_path / "graph0" / "report.json").read_text())["programs"]:
+        for each in program["collectives"]:
+            found[each["kind"]].add(each["axis"])
+    both = "shard, replicate" if options else "shard"
+    assert found == {"unshard": {"shard"}, "reduce": {both, "replicate"}}
+
+
+def test_a_report_tells_copies_from_computation(gpt: Rehearsal, tmp_path: Path) -> None:
+    dump_gpt(tmp_path, gpt, secondary_shards=True, ranks_per_node=2, memory_budget=0)
+    forward, backward = json.loads((tmp_path / "graph0" / "report.json").read_text())["programs"]
+    kinds = {node["op"]: node["kind"] for node in forward["nodes"]}
+    assert kinds["keep_shard"] == "keep" and kinds["free"] == "free"
+    axes = {each["axis"] for each in backward["collectives"] if each["kind"] == "unshard"}
+    assert axes == {"node"}
+
+
 def test_the_page_reads_the_schema_that_is_written() -> None:
     source = files("zerofx.page").joinpath("main.js").read_text()
     assert re.findall(r"version === (\d+)", source) == [str(VERSION)]

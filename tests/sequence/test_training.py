@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import zerofx
 from tests.ranks import run_ranks
 from tests.sequence.models import VOCABULARY, Gpt, batch
+from zerofx.errors import DivergedError
+from zerofx.sequence.marks import refuse_other_samples
 
 INDUCTOR_DIFFERENTIATES = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 fails at the gradient of attention in fp64"
@@ -96,3 +98,21 @@ def test_trains_as_one_process(
         assert shape == (4, 8 // size, VOCABULARY)
         for name, param in [*model.named_parameters(), ("logits", logits)]:
             torch.testing.assert_close(values[name], param.detach(), rtol=1e-10, atol=1e-10)
+
+
+def _compared(batch: int) -> str:
+    rows = torch.arange(6).view(2, 3)[:batch]
+    group = dist.group.WORLD
+    assert group is not None
+    refuse_other_samples([rows[:, 0], rows], group)
+    try:
+        refuse_other_samples([rows[:, 0] + dist.get_rank()], group)
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_columns_of_a_batch_are_compared(batch: int) -> None:
+    """One label per sample, whose memory has gaps, of one sample too."""
+    assert all("different ones" in each for each in run_ranks(2, _compared, batch))

@@ -36,6 +36,7 @@ _KINDS = {
     ops.REDUCE_WAIT: "wait",
     ops.FREE: "free",
     ops.KEEP: "keep",
+    ops.KEEP_SHARD: "keep",
     ops.SYNC_BUFFERS: "sync",
 }
 

@@ -14,7 +14,7 @@ from torch import fx
 from zerofx.ir.spec import Tier
 
 NODE = "node"
-"""The axis of the ranks that share a node; others are named by the layout."""
+"""The axis of the ranks that share a node, a part of `shard`."""
 
 _KEY = "zerofx"
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*?\d+(?=\.|$)")
@@ -46,7 +46,8 @@ class Facts:
         param: name of the parameter or buffer it concerns.
         module: path of the module whose forward made it.
         layout: printed name of the parameter's layout.
-        axis: mesh axis that its bytes cross; `NODE` for a gather from secondary shards.
+        axis: mesh axis that its bytes cross: `shard`, `replicate`, of a reduction also
+            `shard, replicate`; `NODE` for a gather from secondary shards.
         bucket: name of the bucket it belongs to.
         members: of a collective, the parameters that it moves, in order; `param` is then empty
             unless there is only one.

@@ -41,8 +41,6 @@ class Layout:
         num_shards: ranks along the shard axis; 1 for replicated parameters.
         num_replicas: ranks that hold the same shard.
         resident: a full copy stays on every rank (stages 1 and 2); the shard is a view into it.
-        shard_axis: name of the mesh axis that splits dim 0.
-        replica_axis: name of the mesh axis that repeats the shards.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
         grad_dtype: in which they wait for the optimizer; by default in their parameter's.
         node_size: neighbours along the shard axis that share a node, equally many on each node; of
@@ -56,8 +54,6 @@ class Layout:
     num_shards: int
     num_replicas: int
     resident: bool
-    shard_axis: str = "shard"
-    replica_axis: str = "replicate"
     reduce_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     node_size: int = 1
@@ -79,6 +75,13 @@ class Layout:
     def sharded(self) -> bool:
         """Whether a rank owns only a part, `Shard(0)`; otherwise `Replicate()`."""
         return self.num_shards > 1
+
+    @property
+    def reduced_over(self) -> str:
+        """Mesh axes that gradients cross: `shard`, `replicate`, or one after the other."""
+        if not self.sharded:
+            return "replicate"
+        return "shard, replicate" if self.num_replicas > 1 else "shard"
 
     @property
     def temporary(self) -> bool:

@@ -57,9 +57,13 @@ class InsertReduces(Pass):
         """Insert the nodes."""
         for node, wire_bytes, dtype in plan.reductions:
             grad, shard, layout = node.args
-            known = facts(node)
+            known, spec = facts(node), edit.program.spec(node)
             record = dataclasses.replace(
-                known, role=Role.REDUCE, wire_bytes=wire_bytes, members=(known.param,)
+                known,
+                role=Role.REDUCE,
+                axis=spec.layout.reduced_over if spec is not None else "",
+                wire_bytes=wire_bytes,
+                members=(known.param,),
             )
             anchor = node if self.place == "ready" else edit.program.output
             start = edit.call_before(anchor, REDUCE_START, ([grad], [shard], layout), record)

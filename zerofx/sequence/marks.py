@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from zerofx.errors import ConfigError, DivergedError, UnsupportedError
+from zerofx.runtime.collectives import as_bytes
 from zerofx.sequence.cuts import Cut
 from zerofx.torch_private import all_positions, why_graph_ended
 
@@ -129,7 +129,7 @@ def refuse_other_samples(inputs: Iterable[Tensor], group: dist.ProcessGroup) -> 
     """
     mine = hashlib.sha256()
     for each in inputs:
-        mine.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        mine.update(as_bytes(each.detach().cpu()).numpy().tobytes())
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, mine.digest(), group)
     if len(set(found)) > 1:
