@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from zerofx.codegen.emit import place_of
 from zerofx.codegen.expressions import Scope, code
+from zerofx.ir.parcels import Codec, Member, Parcels, place
 
 
 @pytest.mark.parametrize(
@@ -17,14 +20,14 @@ def test_division(bound: int, div: str, mod: str) -> None:
     assert code(scope.mod(scope["program"], 5)) == mod
 
 
-@pytest.mark.parametrize(("local", "nodes"), [(2, 4), (1, 4), (4, 1), (3, 5)])
-def test_printed_code_computes_the_expression(local: int, nodes: int) -> None:
-    scope = Scope(chunk=local * nodes)
-    chunk = scope["chunk"]
-    place = scope.mod(chunk, local) * nodes + scope.div(chunk, local)
-    for number in range(local * nodes):
-        value = eval(code(place * 100 + 7), {"chunk": number})
-        assert value == (number % local * nodes + number // local) * 100 + 7
+@pytest.mark.parametrize(("local", "nodes"), [(2, 4), (1, 4), (4, 1), (3, 5), (1, 1)])
+def test_printed_code_computes_the_place(local: int, nodes: int) -> None:
+    scope, num = Scope(chunk=local * nodes), local * nodes
+    member = Member("w", 32 * num, 32, torch.float32)
+    row = place_of(scope["chunk"], scope, Parcels((member,), Codec(), num, nodes))
+    for number in range(num):
+        value = eval(code(row * 100 + 7), {"chunk": number})
+        assert value == place(number, local, nodes) * 100 + 7
 
 
 def test_largest_value() -> None:

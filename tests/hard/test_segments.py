@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import operator
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -40,16 +40,26 @@ class Deep(nn.Module):
 def _num_distinct(depths: list[int]) -> list[tuple[int, int]]:
     """Distinct segments, and ones that reuse them; nothing is compiled."""
     counts: list[tuple[int, int]] = []
+    plain = inner.SegmentCompiler.compile
     for depth in depths:
+        kernels: list[Any] = []
+
+        def compile_and_count(
+            self: Any, segments: Sequence[Segment], *, into: list[Any] = kernels, **how: bool
+        ) -> list[Any]:
+            made = plain(self, segments, **how)  # type: ignore
+            into += [each for each, one in zip(made, segments, strict=True) if not one.only_views]
+            return made
+
         torch._dynamo.reset()
-        gc.collect()
         by_block = {**INDUCTOR, "bucket_bytes": 400}
         run = torch.compile(Deep(depth), backend="zero3", options=by_block)
-        with patch.object(inner, "compile_with_inductor", _not_inductor):
+        with (
+            patch.object(inner.SegmentCompiler, "compile", compile_and_count),
+            patch.object(inner, "compile_with_inductor", _not_inductor),
+        ):
             run(draw(3, 8)).backward()
-        compilers = [each for each in gc.get_objects() if type(each) is inner.SegmentCompiler]
-        counts.append((compilers[-1].num_compiled, compilers[-1].num_shared))
-        del run, compilers
+        counts.append((len({*kernels}), len(kernels) - len({*kernels})))
     return counts
 
 

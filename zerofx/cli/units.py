@@ -66,7 +66,11 @@ def latency(text: str) -> float:
 
 def show_bytes(count: float) -> str:
     """`31.4 GB`: three digits, powers of ten as in the ZeRO paper."""
-    return _shown(count, "B")
+    for prefix in ("P", "T", "G", "M", "k"):
+        factor = 1000.0 ** _PREFIX[prefix.lower()]
+        if count >= factor:
+            return f"{_digits(count / factor)} {prefix}B"
+    return f"{int(count)} B"
 
 
 def show_count(count: float) -> str:
@@ -83,14 +87,6 @@ def show_seconds(seconds: float) -> str:
         if seconds >= factor:
             return f"{_digits(seconds / factor)} {unit}"
     return f"{_digits(seconds / 1e-6)} µs"
-
-
-def _shown(count: float, unit: str) -> str:
-    for prefix in ("P", "T", "G", "M", "k"):
-        factor = 1000.0 ** _PREFIX[prefix.lower()]
-        if count >= factor:
-            return f"{_digits(count / factor)} {prefix}{unit}"
-    return f"{int(count)} {unit}"
 
 
 def _digits(value: float) -> str:

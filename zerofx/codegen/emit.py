@@ -26,7 +26,7 @@ from zerofx.codegen.sections import (
 )
 from zerofx.codegen.tiles import Stretch, Tiling, codecs_of, tiling_of
 from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack, errors_of
-from zerofx.ir.parcels import Codec, place
+from zerofx.ir.parcels import Codec, Parcels
 
 
 def kernel_name(spec: KernelSpec) -> str:
@@ -239,17 +239,14 @@ class _Emitter:
         return lines, place, "" if covered == member.chunk else str(member.chunk)
 
     def _parcel(self, wire: str, size: int) -> str:
-        """The parcel of this chunk; see `place`."""
-        s, row = self.scope, self.scope["chunk"]
+        """The parcel of this chunk."""
+        row = self.scope["chunk"]
         if not isinstance(self.spec, Repack):
-            num_local, num_nodes = self.spec.parcels.num_local, self.spec.parcels.num_nodes
-            row = s.mod(row, num_local) * num_nodes + s.div(row, num_local)
-            assert self._placed_alike(row)
+            row = place_of(row, self.scope, self.spec.parcels)
         return shifted(wire, row * size)
 
-    def _placed_alike(self, row: Expr) -> bool:
-        """Whether the expression `row` is `place`."""
-        assert not isinstance(self.spec, Repack)
-        parcels, symbol = self.spec.parcels, self.scope["chunk"]
-        found = [int(row.subs(symbol, p)) if row else 0 for p in range(parcels.num)]
-        return found == [place(p, parcels.num_local, parcels.num_nodes) for p in range(parcels.num)]
+
+def place_of(chunk: Expr, scope: Scope, parcels: Parcels) -> Expr:
+    """The row of a chunk, which is `zerofx.ir.parcels.place` of it."""
+    num_local, num_nodes = parcels.num_local, parcels.num_nodes
+    return scope.mod(chunk, num_local) * num_nodes + scope.div(chunk, num_local)

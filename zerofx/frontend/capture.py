@@ -195,7 +195,7 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self.config.inner == "inductor":
             with copies_kept(joint.graph, self.inputs.kept):
-                inductor_joint_passes(joint, joint_inputs)
+                inductor_joint_passes(joint)
         if computes_in(torch.float16, joint.graph):
             for session in self._sessions:
                 session.scales_losses = True
@@ -227,7 +227,7 @@ class Capture:
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.config.inner == "inductor":
-            inductor_joint_passes(module, inputs)
+            inductor_joint_passes(module)
         repeat_constants(module.graph)
         self._params = annotate(module.graph, self.inputs)
         self._num_user_outputs = len(self._program(module, Region.INFERENCE).outputs)

@@ -32,35 +32,28 @@ class SegmentCompiler:
     Attributes:
         inner: `inductor` or `eager`.
         patches: Inductor configuration, from `mode=`.
-        num_compiled: distinct segments compiled so far.
-        num_shared: segments that reused one.
     """
 
     inner: str
     patches: dict[str, Any]
-    num_compiled: int = 0
-    num_shared: int = 0
     _known: dict[str, Boxed] = dataclasses.field(default_factory=dict)
 
     def compile(self, segments: Sequence[Segment], *, is_backward: bool) -> list[Boxed]:
         """The segments as boxed callables; ranks on one machine share the work."""
         named = [(f"{is_backward} {self.patches}\n{each.key}", each) for each in segments]
         new = {name: each for name, each in named if name not in self._known}
-        made = in_turns(
+        self._known |= in_turns(
             {
                 name: functools.partial(self._inductor, each, is_backward)
                 for name, each in new.items()
                 if self._is_kernel(each)
             }
         )
-        self._known |= made
         self._known |= {
             name: run_boxed(each.owner, _viewed_as_it_comes(each.graph))
             for name, each in new.items()
             if not self._is_kernel(each)
         }
-        self.num_compiled += len(made)
-        self.num_shared += sum(map(self._is_kernel, segments)) - len(made)
         return [self._known[name] for name, _ in named]
 
     def _is_kernel(self, segment: Segment) -> bool:

@@ -31,7 +31,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What tensors may hold; the arithmetic is fp32 for all."""
 
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
-MIN_BLOCK, MAX_BLOCK = _BLOCKS[0], _BLOCKS[-1]
 _SLOTS = 4
 """Scales of four blocks take 16 bytes, which is what one thread moves at a time."""
 
@@ -71,7 +70,7 @@ class Codec:
             near = min(_BLOCKS, key=lambda size: abs(size - self.block))
             raise ConfigError(
                 f"blocks of {self.block} numbers are not possible",
-                f"use a power of two from {MIN_BLOCK} to {MAX_BLOCK}, such as {near}",
+                f"use a power of two from {_BLOCKS[0]} to {_BLOCKS[-1]}, such as {near}",
             )
         if self.code == "fp8" and not (self.symmetric and self.rounding == "nearest"):
             raise ConfigError(

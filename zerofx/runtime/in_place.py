@@ -171,7 +171,7 @@ def as_rows(like: DTensor, value: DTensor) -> DTensor:
     return value.redistribute(like.device_mesh, rows)
 
 
-def write_parts(op: Any, written: DTensor, whole: DTensor) -> DTensor:
+def write_parts(op: Any, written: DTensor, whole: DTensor) -> None:
     """Write a whole to a tensor that ranks have to reduce: of their new parts they make it again.
 
     It keeps its placements, as views of it do.
@@ -192,7 +192,6 @@ def write_parts(op: Any, written: DTensor, whole: DTensor) -> DTensor:
         if mesh.get_local_rank(axis):
             part = torch.zeros_like(part) if how.reduce_op == "sum" else torch.ones_like(part)
     written._local_tensor.copy_(part)
-    return written
 
 
 def replicated(value: DTensor) -> list[Placement]:

@@ -137,10 +137,6 @@ class Session:
         small = not shape or math.prod(shape) < self.least_sharded
         return self.replicated if small or not self.sharded.layout.sharded else self.sharded
 
-    def state_of(self, param: Tensor) -> ParamState | None:
-        """The state of a parameter of this model."""
-        return next((state for state in self.states if state.param is param), None)
-
     def wait(self, pending: Pending) -> list[Tensor]:
         """Wait for a collective and finish it, unless that was done; one value per member.
 

@@ -114,11 +114,11 @@ def ranks_per_core(comm: Comm) -> float:
     return comm.node_size / (len(cores(0)) if cores else os.cpu_count() or 1)
 
 
-def busy_seconds(call: Callable[[], Any], device: torch.device, repeats: int = _REPEATS) -> float:
+def busy_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Median of a call; on a CPU of `core_seconds`."""
     if device.type != "cpu":
-        return median_seconds(call, device, repeats)
-    return statistics.median([core_seconds(call) for _ in range(repeats + 1)][1:])
+        return median_seconds(call, device)
+    return statistics.median([core_seconds(call) for _ in range(_REPEATS + 1)][1:])
 
 
 def core_seconds(call: Callable[[], Any]) -> float:

@@ -78,7 +78,7 @@ def divide_node(at: Editor, node: fx.Node, kernels: Kernels | None) -> Result | 
 def _number(at: Editor, node: fx.Node) -> Result | None:
     """`x.size()` and the like are those of the whole."""
     value = at.whole(node)
-    known = isinstance(value, (int, tuple, torch.device, torch.dtype)) and value is not None
+    known = isinstance(value, (int, tuple, torch.device, torch.dtype))
     return (at.replace(node, _constant, (value,)), None) if known else None
 
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.modules.module import (
@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from zerofx.errors import ShardingError
 from zerofx.runtime.domain import Domain
-from zerofx.runtime.handles import live_sessions, sessions_on
+from zerofx.runtime.handles import live_sessions, sessions_on, states_by_param
 from zerofx.runtime.params import ParamState, adopt_param
 from zerofx.runtime.session import Session
 from zerofx.sharding.casts import param_dtype_in
@@ -84,15 +84,11 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
         gone = unbind(module, [*missing, name])
         session = gone[0].domain.session if gone else _session_of_module(module)
     if isinstance(param, DTensor):
-        state = _state_of(param) or _adopt(module, name, param, session)
+        state = states_by_param().get(id(param)) or _adopt(module, name, param, session)
         if state is not None:
             bind(module, {name: state})
     if gone:
         _drop(gone, gone[0].domain.session)
-
-
-def _state_of(param: Tensor) -> ParamState | None:
-    return next(filter(None, (session.state_of(param) for session in live_sessions())), None)
 
 
 def _session_of_module(module: nn.Module) -> Session | None:

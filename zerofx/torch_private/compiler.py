@@ -151,7 +151,7 @@ def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
     return module
 
 
-def inductor_joint_passes(module: fx.GraphModule, inputs: Any) -> None:
+def inductor_joint_passes(module: fx.GraphModule) -> None:
     """What Inductor does to a graph before it is cut; random ops get seeds here."""
     mode = detect_fake_mode([n.meta.get("val") for n in module.graph.nodes])
     with V.set_fake_mode(mode):
