@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, nearest
 from zerofx.option_checks import refuse_contradictions, refuse_wrong_values
 
 Stage = Literal[0, 1, 2, 3]
@@ -276,9 +275,8 @@ def refuse_unknown(options: Iterable[str]) -> None:
     known = fields - {"stage"}
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(str(key), {*fields, *ZERO_PLUS_PLUS}, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            if near == ["stage"]:
+            hint = nearest(str(key), {*fields, *ZERO_PLUS_PLUS})
+            if "'stage'" in hint:
                 hint = 'the backend names the stage, as in backend="zero2"; '
             raise ConfigError(f"unknown option {key!r}", f"{hint}known: {', '.join(sorted(known))}")
 

@@ -6,6 +6,7 @@ category that a program may catch; the sentence is built where the facts are kno
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 import torch
@@ -105,3 +106,9 @@ def _text(problem: str, remedy: str, offenders: tuple[str, ...]) -> str:
     if remedy:
         lines.append(f"Remedy: {remedy}")
     return "\n".join(lines)
+
+
+def nearest(text: str, known: Iterable[str]) -> str:
+    """A hint, before what else a remedy says, at the name that `text` may have meant; or empty."""
+    near = difflib.get_close_matches(text, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

@@ -22,7 +22,7 @@ from zerofx.errors import ConfigError
 from zerofx.frontend.choose import predicted_peaks
 from zerofx.frontend.planner import Plan, Planner
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START
+from zerofx.ir.ops import REDUCE_START, STARTS
 from zerofx.passes.changes import without
 
 RANKS, BATCH, WIDTH = 4, 4, 64
@@ -75,7 +75,7 @@ def test_plans_have_the_buckets_of_ranks(cast: torch.dtype | None) -> None:
         for bucket_bytes in (None, asked._config_at(3, rehearsal.params).bucket_bytes):
             config = config_of(param_dtype=cast, bucket_bytes=bucket_bytes)
             programs = rehearsal.programs(config, RANKS, machine=machine)
-            counts.append([len(each.calls(UNSHARD_START, REDUCE_START)) for each in programs])
+            counts.append([len(each.calls(*STARTS)) for each in programs])
         assert counts[0] == counts[1]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zerofx.config import Inner, ZeroConfig
 from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START
+from zerofx.ir.ops import STARTS
 
 
 class Layer(nn.Module):
@@ -54,7 +54,7 @@ def _collectives(build: Callable[[], nn.Module], shape: tuple[int, ...], inner: 
     return [
         f"{program.region.value}: {start.target} of {', '.join(facts(start).members)}"
         for program in rehearsal.programs(config, 2)
-        for start in program.calls(UNSHARD_START, REDUCE_START)
+        for start in program.calls(*STARTS)
     ]
 
 

@@ -54,7 +54,7 @@ def _final(model: Model, **options: Any) -> tuple[Program, Program]:
 
 
 def _codecs(program: Program) -> dict[str, tuple[str, ...]]:
-    starts = program.calls(ops.UNSHARD_START, ops.REDUCE_START)
+    starts = program.calls(*ops.STARTS)
     return {name: ops.codecs(start) for start in starts for name in facts(start).members}
 
 

@@ -154,7 +154,7 @@ def _against_all(data: st.DataObject, reduced: bool) -> tuple[float, float, floa
         for _ in _placements(program)
         if peak_full_bytes(program) <= allowed
     )
-    collectives = program.calls(ops.UNSHARD_START, ops.REDUCE_START)
+    collectives = program.calls(*ops.STARTS)
     return found, best, max(seconds[node] for node in collectives)
 
 

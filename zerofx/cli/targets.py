@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import os
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from zerofx.cli.architectures import architecture_of, inputs_of, most_length_of
 from zerofx.cli.inputs import Input, check_forward, make_inputs, read_input
-from zerofx.errors import ConfigError, ZeroFxError
+from zerofx.errors import ConfigError, ZeroFxError, nearest
 from zerofx.frontend.breaks import line_of
 from zerofx.page.build import read_object
 
@@ -240,8 +239,7 @@ def _fields(name: str, known: Iterable[str]) -> dict[str, Any]:
         return {"model_type": name}
     if _is_module(name):
         raise ConfigError(f"target {name!r} is a module, no factory", f"write {name}:Factory")
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = nearest(name, known)
     raise ConfigError(f"target {name!r} is neither a file nor a model type", hint + _FORMS)
 
 
@@ -257,9 +255,7 @@ def _refuse_unknown(kind: str, config: Any, overrides: dict[str, Any]) -> None:
     known = set(type(config)().to_dict())
     unknown = [key for key in overrides if key not in known]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"a configuration of {kind} has no field {unknown[0]!r}",
-            f"{hint}known: {', '.join(sorted(known))}",
+            f"{nearest(unknown[0], known)}known: {', '.join(sorted(known))}",
         )

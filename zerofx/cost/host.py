@@ -7,7 +7,7 @@ import dataclasses
 from torch import fx
 
 from zerofx.cost.processor import FREE_CORES, Processor
-from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
+from zerofx.ir.ops import is_start, is_wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Host:
 
     def seconds(self, node: fx.Node) -> float:
         """Python's time for a node that communicates; nothing for gathers that send nothing."""
-        if is_call(node, UNSHARD_START, REDUCE_START):
+        if is_start(node):
             return self.collective
-        return self.member if is_call(node, UNSHARD_WAIT, REDUCE_WAIT) else 0.0
+        return self.member if is_wait(node) else 0.0
 
 
 NO_HOST = Host()

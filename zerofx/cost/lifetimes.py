@@ -14,15 +14,7 @@ from zerofx.cost.comm import Algorithms
 from zerofx.cost.liveness import NOTHING_HELD, Held, Ledger
 from zerofx.ir.codes import values_from
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import (
-    FREE,
-    REDUCE_START,
-    UNSHARD_START,
-    UNSHARD_WAIT,
-    is_call,
-    started_by,
-    waits_of,
-)
+from zerofx.ir.ops import FREE, STARTS, UNSHARD_WAIT, is_call, started_by, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.view import is_getitem, positions
 
@@ -99,7 +91,7 @@ def _collectives(program: Program, ledger: Ledger, place: dict[fx.Node, int]) ->
         full = free.all_input_nodes[0]
         if is_call(full, UNSHARD_WAIT):
             frees[started_by(full), facts(full).param] = free
-    for start in program.calls(UNSHARD_START, REDUCE_START):
+    for start in program.calls(*STARTS):
         begin, waits = place[start], waits_of(start)
         until = place[waits[0]] if waits else last
         yield Lifetime("messages", start, "", ledger.message_at(start), begin, until)

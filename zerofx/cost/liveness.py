@@ -25,12 +25,12 @@ from zerofx.ir.ops import (
     KEEP,
     PROGRAM_OPS,
     REDUCE_START,
-    REDUCE_WAIT,
     UNSHARD_START,
-    UNSHARD_WAIT,
     computes,
     gradients,
     is_call,
+    is_start,
+    is_wait,
     started_by,
     waits_of,
 )
@@ -260,13 +260,13 @@ class Ledger:
 
     def _message_until(self, node: fx.Node) -> int:
         """Memory of the collective whose first wait this is."""
-        if not is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
+        if not is_wait(node):
             return 0
         start = started_by(node)
         return self.message_at(start) if waits_of(start)[0] is node else 0
 
     def _specs(self, node: fx.Node) -> list[ParamSpec]:
-        params, starts = self._program.params, is_call(node, UNSHARD_START, REDUCE_START)
+        params, starts = self._program.params, is_start(node)
         return [params[name] for name in facts(node).members if starts and name in params]
 
 

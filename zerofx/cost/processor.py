@@ -7,14 +7,7 @@ import dataclasses
 from torch import fx
 
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import (
-    REDUCE_START,
-    REDUCE_WAIT,
-    UNSHARD_START,
-    UNSHARD_WAIT,
-    is_call,
-    started_by,
-)
+from zerofx.ir.ops import REDUCE_START, is_call, is_start, is_wait, started_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +67,11 @@ class Cores:
             coding: seconds of its kernels that make or read codes, while all ranks run them.
         """
         each = self._processor
-        if is_call(node, UNSHARD_START, REDUCE_START):
+        if is_start(node):
             if took:
                 rate = each.reduced if is_call(node, REDUCE_START) else each.gathered
                 self._moving[node] = each.collective + rate * facts(node).wire_bytes
-        elif is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
+        elif is_wait(node):
             self.busy_until += self._for_all(each.member + self._moving.pop(started_by(node), 0.0))
         elif took:
             self.busy_until += self._for_all(each.kernel)

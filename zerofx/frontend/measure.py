@@ -87,10 +87,10 @@ class Stopwatch:
             if isinstance(piece, Segment):
                 if piece.outputs and not piece.only_views:
                     spans.append(self._span(piece.outputs[0], "compute", begin, end))
-            elif ops.is_call(piece, ops.UNSHARD_START, ops.REDUCE_START):
+            elif ops.is_start(piece):
                 under_way[piece] = self._span(piece, "link", begin, end)
                 spans.append(under_way[piece])
-            elif ops.is_call(piece, ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
+            elif ops.is_wait(piece):
                 start = ops.started_by(piece)
                 spans.append(self._span(start, "stall", begin, end))
                 if start in under_way:

@@ -73,7 +73,7 @@ def describe_program(
     """
     names = node_names(program)
     inputs = program.graph.find_nodes(op="placeholder")
-    starts = program.calls(ops.UNSHARD_START, ops.REDUCE_START)
+    starts = program.calls(*ops.STARTS)
     return {
         "region": program.region.value,
         "inputs": [_describe_input(node, names[node]) for node in inputs],

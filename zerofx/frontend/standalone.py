@@ -166,7 +166,7 @@ class _PlainGraph:
     def _annotate(self, copy: fx.Node, node: fx.Node) -> None:
         """Let the code say dtype and shape, as on rank 0."""
         value, source = node.meta.get("val"), owned_source(node)
-        if not isinstance(value, Tensor) or ops.is_call(node, ops.UNSHARD_START, ops.REDUCE_START):
+        if not isinstance(value, Tensor) or ops.is_start(node):
             return
         spec = self._program.spec(source) if source is not None else None
         copy.meta["val"] = value if spec is None else value.new_empty(spec.shard_shape(0))
@@ -179,7 +179,7 @@ class _PlainGraph:
                 "read the text of the program instead",
                 [node.name],
             )
-        if ops.is_call(node, ops.UNSHARD_START, ops.REDUCE_START) and ops.codecs(node):
+        if ops.is_start(node) and ops.codecs(node):
             return self._codes(node)
         if target is ops.UNSHARD_START and "inside the node" in facts(node).exact:
             raise UnsupportedError(
@@ -196,7 +196,7 @@ class _PlainGraph:
             return plain_ops.unshard_start, (args[0], sizes, self._layout(args[1]))
         if target is ops.REDUCE_START:
             return plain_ops.reduce_start, (args[0], self._layout(args[2]))
-        if target in (ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
+        if target in ops.WAITS:
             start = ops.started_by(node)
             member = ops.members(start).index(cast(fx.Node, args[1]))
             if target is ops.REDUCE_WAIT:

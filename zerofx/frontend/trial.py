@@ -23,7 +23,7 @@ from zerofx.cost.processor import FREE_CORES, Processor
 from zerofx.cost.tables import CommTable
 from zerofx.frontend.rehearsal import rehearse_model
 from zerofx.frontend.views import gathered_before
-from zerofx.ir.ops import REDUCE_START, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, computes
+from zerofx.ir.ops import STARTS, WAITS, computes
 from zerofx.ir.view import aliased_inputs
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.speed import (
@@ -182,8 +182,8 @@ def _counts(trial: _Trial) -> tuple[int, int, int, int]:
     rehearsal = rehearse_model(trial.build, lambda: ((torch.zeros_like(batch),), {}), "eager")
     programs = rehearsal.programs(trial.config, dist.get_world_size())
     silent = gathered_before(programs)
-    starts = [s for p in programs for s in p.calls(UNSHARD_START, REDUCE_START) if s not in silent]
-    waits = [wait for p in programs for wait in p.calls(UNSHARD_WAIT, REDUCE_WAIT)]
+    starts = [s for p in programs for s in p.calls(*STARTS) if s not in silent]
+    waits = [wait for p in programs for wait in p.calls(*WAITS)]
     kernels = [
         node
         for program in programs

@@ -16,7 +16,7 @@ from zerofx.cost.liveness import Held, held_after, live_bytes
 from zerofx.cost.machine import Machine, already_whole, bytes_sent, left_to
 from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of, is_call
+from zerofx.ir.ops import REDUCE_START, STARTS, UNSHARD_START, codecs, collective_of, is_call
 from zerofx.ir.program import Program
 from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
@@ -214,7 +214,7 @@ def sending(
     """
     for program, kept in zip(programs, left_to(programs, there), strict=True):
         whole = already_whole(program, kept)
-        for start in program.calls(UNSHARD_START, REDUCE_START):
+        for start in program.calls(*STARTS):
             if sent := bytes_sent(program, start, whole):
                 yield program, start, sent
 

@@ -13,7 +13,7 @@ from zerofx.ir.facts import facts
 
 def codes_as_stated(case: Case) -> Iterator[Offence]:
     """What travels as codes is sharded, is not resident, and sends as many bytes as it states."""
-    for start in case.calls(ops.UNSHARD_START, ops.REDUCE_START):
+    for start in case.calls(*ops.STARTS):
         specs = [case.program.params.get(name) for name in facts(start).members]
         if not ops.codecs(start) or not all(specs):
             continue

@@ -172,7 +172,7 @@ def note_sent(edit: Editor, start: fx.Node) -> None:
 
 def held_bytes(program: Program, start: fx.Node) -> int:
     """Bytes of the parcels that a rank holds while a collective is under way; 0 if it is exact."""
-    if not ops.is_call(start, ops.UNSHARD_START, ops.REDUCE_START) or not ops.codecs(start):
+    if not ops.is_start(start) or not ops.codecs(start):
         return 0
     if ops.is_call(start, ops.UNSHARD_START):
         return math.prod(gather_kernels(program, start).unpack.parcels.shape)

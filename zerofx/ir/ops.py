@@ -73,7 +73,8 @@ REDUCE_START = _ops.reduce_start.default
 REDUCE_WAIT = _ops.reduce_wait.default
 SYNC_BUFFERS = _ops.sync_buffers.default
 
-_WAITS = (UNSHARD_WAIT, REDUCE_WAIT)
+STARTS = (UNSHARD_START, REDUCE_START)
+WAITS = (UNSHARD_WAIT, REDUCE_WAIT)
 PROGRAM_OPS = frozenset(
     (
         UNSHARD_START,
@@ -87,6 +88,17 @@ PROGRAM_OPS = frozenset(
     )
 )
 """Nodes at which a program is cut into compute segments."""
+LAYOUT_ARGUMENT = {
+    UNSHARD: 2,
+    UNSHARD_START: 1,
+    FREE: 1,
+    KEEP: 2,
+    KEEP_SHARD: 2,
+    REDUCE_GRAD: 2,
+    REDUCE_START: 2,
+    SYNC_BUFFERS: 1,
+}
+"""Which argument of an op is the handle of its layout."""
 
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
@@ -112,6 +124,16 @@ def fake_kernel(op: Any) -> Callable[..., Any]:
 def is_call(node: fx.Node, *ops: Any) -> bool:
     """Whether `node` calls one of `ops`."""
     return node.op == "call_function" and node.target in ops
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether `node` starts a collective."""
+    return is_call(node, *STARTS)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether `node` waits for a member of a collective."""
+    return is_call(node, *WAITS)
 
 
 def members(start: fx.Node) -> list[fx.Node]:
@@ -158,9 +180,9 @@ def started_by(wait: fx.Node) -> fx.Node:
 
 def collective_of(node: fx.Node) -> fx.Node | None:
     """The collective that `node` starts or waits for; `None` if it does neither."""
-    if is_call(node, *_WAITS):
+    if is_wait(node):
         return started_by(node)
-    return node if is_call(node, UNSHARD_START, REDUCE_START) else None
+    return node if is_start(node) else None
 
 
 def computes(node: fx.Node) -> bool:
@@ -170,7 +192,7 @@ def computes(node: fx.Node) -> bool:
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
     """The waits for a collective's members, in the order of the members."""
-    by_shard = {user.args[1]: user for user in start.users if is_call(user, *_WAITS)}
+    by_shard = {user.args[1]: user for user in start.users if is_wait(user)}
     return [by_shard[shard] for shard in members(start) if shard in by_shard]
 
 

@@ -14,15 +14,13 @@ starts at a multiple of 16 bytes.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Literal, cast, get_args
 
 import torch
 
-from zerofx.errors import ConfigError, UnsupportedError
+from zerofx.errors import ConfigError, UnsupportedError, nearest
 
 Code = Literal["int8", "int4", "fp8"]
 Rounding = Literal["nearest", "stochastic"]
@@ -63,7 +61,7 @@ class Codec:
         if self.code not in get_args(Code) or self.rounding not in get_args(Rounding):
             raise ConfigError(
                 f"codec {self.code!r} with rounding {self.rounding!r} does not exist",
-                _nearest(self.code, get_args(Code))
+                nearest(self.code.lower(), get_args(Code))
                 + 'codes are "int8", "int4" and "fp8", roundings "nearest" and "stochastic"',
             )
         if self.block not in _BLOCKS:
@@ -97,7 +95,7 @@ class Codec:
             names = list(map("".join, itertools.product(get_args(Code), sizes, ends)))
             raise ConfigError(
                 f"{text!r} is no codec",
-                _nearest(text, names)
+                nearest(text.lower(), names)
                 + 'write "int8", "int4" or "fp8", then if need be "x128" for blocks of 128 '
                 'numbers, ".asymmetric", ".stochastic", ".feedback", in this order',
             )
@@ -152,12 +150,6 @@ class Codec:
     def parcel_bytes(self, num_blocks: int) -> int:
         """Bytes of a parcel of `num_blocks`; a sympy symbol gives the formula."""
         return num_blocks * self.block_bytes + self.scale_bytes(num_blocks)
-
-
-def _nearest(text: str, names: Sequence[str]) -> str:
-    """A hint at the name that `text` may have meant; empty if it is like none."""
-    near = difflib.get_close_matches(text.lower(), names, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def place(chunk: int, num_local: int, num_nodes: int) -> int:

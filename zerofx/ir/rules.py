@@ -36,16 +36,6 @@ _SHARD_ARGUMENT = {
     ops.REDUCE_WAIT: 1,
 }
 
-_LAYOUT_ARGUMENT = {
-    ops.UNSHARD: 2,
-    ops.UNSHARD_START: 1,
-    ops.FREE: 1,
-    ops.KEEP: 2,
-    ops.KEEP_SHARD: 2,
-    ops.REDUCE_GRAD: 2,
-    ops.REDUCE_START: 2,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -89,7 +79,7 @@ def one_wait(case: Case) -> Iterator[Offence]:
 
 def waits_in_order(case: Case) -> Iterator[Offence]:
     """Collectives of one kind are waited for in the order in which they started."""
-    for wait_op in (ops.UNSHARD_WAIT, ops.REDUCE_WAIT):
+    for wait_op in ops.WAITS:
         last = -1
         for wait in case.calls(wait_op):
             started = case.place[ops.started_by(wait)]
@@ -107,7 +97,7 @@ def stated_order(case: Case) -> Iterator[Offence]:
         mine = here[place] if place < len(here) else "nothing"
         wanted = stated[place] if place < len(stated) else "nothing"
         if mine != wanted:
-            starts = case.calls(ops.UNSHARD_START, ops.REDUCE_START)
+            starts = case.calls(*ops.STARTS)
             node = starts[place] if place < len(starts) else case.program.output
             yield Offence(node, f"collective {place} is {mine}, where the plan says {wanted}")
             return
@@ -120,7 +110,7 @@ def own_shard(case: Case) -> Iterator[Offence]:
             shard = node.args[place]
             if isinstance(shard, fx.Node) and (other := _other_shard(shard, facts(node).param)):
                 yield Offence(node, f"works on the shard of {other}")
-    for start in case.calls(ops.UNSHARD_START, ops.REDUCE_START):
+    for start in case.calls(*ops.STARTS):
         if len(ops.members(start)) != len(facts(start).members):
             yield Offence(start, f"names {len(facts(start).members)} members")
         for shard, param in _members(start):
@@ -130,7 +120,7 @@ def own_shard(case: Case) -> Iterator[Offence]:
 
 def own_layout(case: Case) -> Iterator[Offence]:
     """A parameter moves as its layout says, and a gathered value has its size."""
-    for op, place in _LAYOUT_ARGUMENT.items():
+    for op, place in ops.LAYOUT_ARGUMENT.items():
         for node in case.calls(op):
             for name in moved(node):
                 spec = case.program.params.get(name)

@@ -38,16 +38,6 @@ _INPUT_PREFIXES = {
     Role.FULL: "full",
     Role.GRAD: "tangent",
 }
-_LAYOUT_ARGUMENT = {
-    ops.UNSHARD: 2,
-    ops.REDUCE_GRAD: 2,
-    ops.UNSHARD_START: 1,
-    ops.REDUCE_START: 2,
-    ops.FREE: 1,
-    ops.KEEP: 2,
-    ops.KEEP_SHARD: 2,
-    ops.SYNC_BUFFERS: 1,
-}
 _DTYPES = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 _REST = {Region.FORWARD: "save", Region.JOINT: "gradients"}
 
@@ -113,13 +103,13 @@ class _Printer:
         name, record = self.names[node], facts(node)
         if record.role is Role.MESH:
             return name
-        typed = "" if _is_token(node) else self._value(node.meta.get("val"), self._owned(node))
+        typed = "" if ops.is_start(node) else self._value(node.meta.get("val"), self._owned(node))
         head = f"{name}: {typed}" if typed else name
         if node.op in ("placeholder", "get_attr"):
             body = head
         else:
             call = f"{operation(node.target)}({self._arguments(node)})"
-            body = f"{head} = {call}" if typed or _is_token(node) else call
+            body = f"{head} = {call}" if typed or ops.is_start(node) else call
         notes = _notes(record, name, node.op == "placeholder")
         return f"{body}  # {notes}" if notes else body
 
@@ -132,7 +122,7 @@ class _Printer:
         return [f"return {self._list(outputs[:count]) or 'nothing'}", *rest]
 
     def _arguments(self, node: fx.Node) -> str:
-        layout_at = _LAYOUT_ARGUMENT.get(cast(Any, node.target), -1)
+        layout_at = ops.LAYOUT_ARGUMENT.get(cast(Any, node.target), -1)
         args, owned = node.args, self._owned(node)
         if owned is not None and len(args) == 2 and isinstance(args[1], (list, tuple)):
             args = (args[0], list(owned))
@@ -200,14 +190,9 @@ class _Printer:
         return self._symbols.setdefault(match.group(), f"{letter}{same}")
 
 
-def _is_token(node: fx.Node) -> bool:
-    """Whether the value stands for a collective under way."""
-    return ops.is_call(node, ops.UNSHARD_START, ops.REDUCE_START)
-
-
 def _stem(node: fx.Node) -> str:
     record = facts(node)
-    about = record.bucket if _is_token(node) and record.bucket else record.param
+    about = record.bucket if ops.is_start(node) and record.bucket else record.param
     suffix = f".{about}" if about else ""
     if record.role is Role.MESH:
         return "mesh"

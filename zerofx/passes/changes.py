@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast, get_args
 
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, nearest
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Numerics, Pass
 
@@ -174,8 +173,7 @@ def _place(listed: Sequence[Pass], change: Change) -> int:
 
 def unknown_pass(name: str, names: Sequence[str], what: str) -> ConfigError:
     """The error for a name that no pass of a list bears; it names the nearest."""
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = nearest(str(name), names)
     return ConfigError(
         f"no pass is called {name!r}: {what}", f"{hint}the passes are: {', '.join(names)}"
     )

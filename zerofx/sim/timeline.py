@@ -15,16 +15,7 @@ from torch import fx
 
 from zerofx.cost.host import NO_HOST, Host
 from zerofx.cost.processor import Cores
-from zerofx.ir.ops import (
-    PROGRAM_OPS,
-    REDUCE_START,
-    REDUCE_WAIT,
-    UNSHARD_START,
-    UNSHARD_WAIT,
-    computes,
-    is_call,
-    started_by,
-)
+from zerofx.ir.ops import PROGRAM_OPS, computes, is_start, is_wait, started_by
 from zerofx.ir.program import Program
 from zerofx.ir.view import aliased_inputs
 
@@ -133,14 +124,14 @@ def simulate(
             now = launched
         issued[node] = now
         coding = 0.0 if computes(node) else codes(node)
-        if is_call(node, UNSHARD_START, REDUCE_START):
+        if is_start(node):
             if coding:
                 spans.append(Span(node, "compute", now, now + coding))
                 now += coding
             begin = max(now, link_free)
             done[node] = link_free = begin + took
             spans.append(Span(node, "link", begin, link_free))
-        elif is_call(node, UNSHARD_WAIT, REDUCE_WAIT):
+        elif is_wait(node):
             late = done[started_by(node)] - now
             if late > 0:
                 exposed.append((node, late))
@@ -164,14 +155,14 @@ def simulate(
 
 def _seconds(node: fx.Node, compute: Seconds, link: Seconds) -> float:
     """Of a node on its own stream."""
-    if is_call(node, UNSHARD_START, REDUCE_START):
+    if is_start(node):
         return link(node)
     return compute(node) if computes(node) and not aliased_inputs(node) else 0.0
 
 
 def _python(node: fx.Node, took: float, host: Host) -> float:
     """Of a node on the host; `took` is its time elsewhere."""
-    starts = is_call(node, UNSHARD_START, REDUCE_START)
+    starts = is_start(node)
     if node.target in PROGRAM_OPS:
         return 0.0 if starts and not took else host.seconds(node)
     return host.kernel if took else 0.0
