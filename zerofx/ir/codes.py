@@ -93,12 +93,10 @@ def exact_bytes(program: Program, start: fx.Node) -> int:
     """What a rank would send in a collective if numbers travelled."""
     total = all_reduced_bytes(program, start)
     for spec, wait in zip(specs_of(program, start), ops.waits_of(start), strict=True):
-        others = spec.layout.num_shards - 1
         if ops.is_call(start, ops.UNSHARD_START):
-            total += spec.padded_numel // (others + 1) * others * _dtype(wait).itemsize
+            total += gathered_numel(spec) * _dtype(wait).itemsize
         else:
-            scattered = spec.numel * others // (others + 1)
-            total += scattered * _reduced_dtype(start, spec).itemsize
+            total += scattered_numel(spec) * _reduced_dtype(start, spec).itemsize
     return total
 
 
@@ -197,6 +195,18 @@ def gather_at(node: fx.Node) -> fx.Node | None:
 def specs_of(program: Program, start: fx.Node) -> list[ParamSpec]:
     """The parameters that a collective moves, in order."""
     return [program.params[name] for name in facts(start).members]
+
+
+def gathered_numel(spec: ParamSpec) -> int:
+    """Elements that a rank sends in a gather: its chunk, padding included, to all others."""
+    shards = spec.layout.num_shards
+    return spec.padded_numel // shards * (shards - 1)
+
+
+def scattered_numel(spec: ParamSpec) -> int:
+    """Elements that a rank sends in a reduce-scatter: what others own of its gradient."""
+    shards = spec.layout.num_shards
+    return spec.numel * (shards - 1) // shards
 
 
 def all_reduced_numel(spec: ParamSpec) -> int:

@@ -204,9 +204,7 @@ class ParamSpec:
 
     def rows(self, shard: int) -> tuple[int, int]:
         """First and past-the-last row that rank `shard` of the shard axis owns (no padding)."""
-        size = self.shape[0]
-        start = min(shard * self.chunk_rows, size)
-        return start, min(start + self.chunk_rows, size)
+        return rows_of(self.shape[0], self.layout.num_shards, shard)
 
     def shard_shape(self, shard: int) -> torch.Size:
         """Shape of the shard that rank `shard` owns."""
@@ -214,3 +212,10 @@ class ParamSpec:
             return self.shape
         start, stop = self.rows(shard)
         return torch.Size((stop - start, *self.shape[1:]))
+
+
+def rows_of(num_rows: int, num_shards: int, shard: int) -> tuple[int, int]:
+    """First and past-the-last of `num_rows` that rank `shard` of the shard axis owns."""
+    chunk = -(-num_rows // num_shards)
+    start = min(shard * chunk, num_rows)
+    return start, min(start + chunk, num_rows)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import fx
 
-from zerofx.ir.codes import all_reduced_numel
+from zerofx.ir.codes import all_reduced_numel, scattered_numel
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_GRAD, REDUCE_START, REDUCE_WAIT, gradients
@@ -98,7 +98,5 @@ def _return(edit: Editor, marker: fx.Node, reduced: fx.Node) -> None:
 def _wire_bytes(spec: ParamSpec | None, marker: fx.Node) -> int:
     if spec is None:
         return 0
-    shards = spec.layout.num_shards
-    scatter = spec.numel * (shards - 1) // shards
     dtype = spec.layout.reduce_dtype or gradients(marker)[0].meta["val"].dtype
-    return (scatter + all_reduced_numel(spec)) * dtype.itemsize
+    return (scattered_numel(spec) + all_reduced_numel(spec)) * dtype.itemsize

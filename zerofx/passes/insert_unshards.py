@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from zerofx.ir.codes import gathered_numel
 from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Facts, Role, facts
 from zerofx.ir.ops import UNSHARD, UNSHARD_START, UNSHARD_WAIT, full_dtype
@@ -120,7 +121,4 @@ def _full(record: Facts) -> Facts:
 
 
 def _wire_bytes(spec: ParamSpec | None, marker: fx.Node) -> int:
-    if spec is None:
-        return 0
-    shards = spec.layout.num_shards
-    return spec.padded_numel // shards * (shards - 1) * marker.meta["val"].dtype.itemsize
+    return 0 if spec is None else gathered_numel(spec) * marker.meta["val"].dtype.itemsize

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import UnreducedGradientError, UnsupportedError
+from zerofx.runtime.ownership import states_of
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
 from zerofx.torch_private import (
@@ -138,18 +139,17 @@ class Accumulation:
         if self._backward == -1:  # one that steps in a backward uses what that exchanges
             self._since_exchange = 0
 
-    def refuse_pending(self, states: Sequence[ParamState], stepped: Iterable[int]) -> None:
+    def refuse_pending(self, states: Sequence[ParamState], stepped: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back.
 
         Args:
             states: all parameters.
-            stepped: ids of the parameters that the optimizer updates.
+            stepped: the parameters that the optimizer updates.
 
         Raises:
             UnreducedGradientError: names them.
         """
-        about = set(stepped)
-        mine = [state for state in states if id(state.param) in about]
+        mine = states_of(stepped, states)
         if mine:
             self._restart_if_cleared(states)
         held = [state.spec.name for state in mine if state.local_sum.value is not None]

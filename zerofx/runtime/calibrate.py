@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -23,6 +22,7 @@ from zerofx.runtime.collectives import (
 from zerofx.runtime.comm import Comm, topology_of
 from zerofx.runtime.pending import Pending
 from zerofx.runtime.quantized import exchange_two_hop
+from zerofx.runtime.speed import finish, seconds_of
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 _TRIAL = 4 << 20
@@ -151,13 +151,7 @@ def _median(start: Callable[[], Pending], comm: Comm, device: torch.device, repe
     times: list[float] = []
     for _ in range(repeats + 1):
         dist.barrier(comm.group)
-        begin = time.perf_counter()
-        pending = start()
-        while not pending.done:
-            pending.advance(lambda work: work.wait())
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        spent = torch.tensor(time.perf_counter() - begin, device=device)
+        spent = torch.tensor(seconds_of(lambda: finish(start()), device), device=device)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=comm.group)
         times.append(float(spent))
     return statistics.median(times[1:])

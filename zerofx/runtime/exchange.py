@@ -15,7 +15,7 @@ from torch import Tensor
 from zerofx.runtime.comm import Comm
 from zerofx.runtime.mail import Mail
 from zerofx.runtime.pending import Pending
-from zerofx.torch_private import all_gather_flat, reduce_scatter_flat
+from zerofx.torch_private import all_gather_flat, reduce_scatter_flat, shares_storage
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -34,7 +34,7 @@ class Gather:
 
     def place_own(self, comm: Comm) -> None:
         """Put this rank's chunk into the output, if it lies elsewhere."""
-        if self.chunk.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
+        if not shares_storage(self.chunk, self.out):
             self.out.chunk(comm.size)[comm.rank].copy_(self.chunk)
 
 

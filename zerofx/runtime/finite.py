@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.errors import NonFiniteGradientError
+from zerofx.runtime.ownership import states_of
 from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.session import Session
 
@@ -19,8 +20,7 @@ def refuse_non_finite(session: Session, params: Iterable[Tensor]) -> None:
     Raises:
         NonFiniteGradientError: on all ranks alike, one of them has nan or inf; names all such.
     """
-    wanted = {id(param) for param in params}
-    states = [state for state in session.states if id(state.param) in wanted]
+    states = states_of(params, session.states)
     grads = {state.spec.name: state.param.grad for state in states if state.param.grad is not None}
     if not grads:
         return

@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.ownership import OWNER
 from zerofx.runtime.params import ParamState
-from zerofx.torch_private import PLAIN_RESULTS, kept_by_running_function, storage_key
+from zerofx.torch_private import PLAIN_RESULTS, kept_by_running_function, shares_storage
 
 
 class FullValue(Tensor):
@@ -33,7 +33,7 @@ class FullValue(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if storage_key(value) != storage_key(self):  # `w.data = w.data.to(x.device)` may be nothing
+        if not shares_storage(value, self):  # `w.data = w.data.to(x.device)` may be nothing
             raise _written([self._parameter])
 
     @property
@@ -171,7 +171,7 @@ def _value(state: ParamState, value: Tensor) -> _Value:
         made._parameter = state.spec.name
     reference = TensorWeakRef(value)
     # Writes to a resident copy are writes to this rank's rows too: they last.
-    lasts = storage_key(value) == storage_key(state.shard)
+    lasts = shares_storage(value, state.shard)
     if lasts or value.is_inference() or not isinstance(value, FullValue):
         return _Value(reference, None)
     counter = value.detach()

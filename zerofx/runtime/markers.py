@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.runtime.handles import domain_of
-from zerofx.torch_private import storage_key
+from zerofx.torch_private import shares_storage
 
 _LIBRARY = torch.library.Library("zerofx", "IMPL")
 
@@ -27,15 +27,14 @@ def _unshard(
         return full.detach()
     domain.free(full)
     # An op may not return its input, which a replicated parameter is.
-    return full.clone() if storage_key(full) == storage_key(shard) else full
+    return full.clone() if shares_storage(full, shard) else full
 
 
 def _reduce_grad(grad: Tensor, shard: Tensor, layout: int) -> Tensor:
     domain = domain_of(layout)
     with domain.session.explained():
         reduced = domain.reduce_wait(domain.reduce_start([grad], [shard]), 0, shard)
-    alias = reduced.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
-    return reduced.clone() if alias else reduced
+    return reduced.clone() if shares_storage(reduced, grad) else reduced
 
 
 _LIBRARY.impl("unshard", _unshard, "CompositeExplicitAutograd")

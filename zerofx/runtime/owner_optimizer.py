@@ -128,7 +128,7 @@ class OwnerOptimizer(Optimizer):
 
         def take_over(_: Optimizer) -> None:
             groups = [_options_of(group) for group in self.param_groups]
-            inner = self._optimizer_class(groups, **self._options)
+            inner = self._inner(groups)
             inner.load_state_dict(given[-1])
             self.state = inner.state
 
@@ -213,15 +213,14 @@ class OwnerOptimizer(Optimizer):
         for entries, written in zip((*self.param_groups, self.state), merged(told), strict=True):
             entries.update(written)
 
+    def _inner(self, groups: list[dict[str, Any]]) -> Optimizer:
+        return self._optimizer_class(groups, **self._options)
+
     def _looks_at_others(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> bool:
         """Whether one of these is updated by what others are; a small matrix is asked."""
         param = min(mine, key=lambda param: (param.ndim < 2, param.numel()))
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-
-        def make(groups: list[dict[str, Any]]) -> Optimizer:
-            return self._optimizer_class(groups, **self._options)
-
-        return looks_at_others(make, _options_of(group), *mine[param])
+        return looks_at_others(self._inner, _options_of(group), *mine[param])
 
     def _update(self, mine: dict[Tensor, tuple[Tensor, Tensor]]) -> Written:
         """One step of the optimizer over whole values and gradients, by parameter."""
@@ -231,7 +230,7 @@ class OwnerOptimizer(Optimizer):
             groups.append({**_options_of(group), "params": wholes})
         for whole, grad in mine.values():
             whole.grad = grad
-        inner = self._optimizer_class(groups, **self._options)
+        inner = self._inner(groups)
         inner.state.update(everyones(self.state))
         for param, (whole, _) in mine.items():
             inner.state[whole] = self.state[param]

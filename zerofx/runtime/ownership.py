@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import collections
 import weakref
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
+
+if TYPE_CHECKING:
+    from zerofx.runtime.params import ParamState
 
 OWNER = "_zerofx_owner"
 """The attribute of a parameter that holds its `Owner`."""
@@ -50,6 +54,12 @@ def own(param: Tensor, state: Any) -> None:
     """`state` is that of `param`."""
     vars(param)[OWNER] = owner = Owner(state)
     vars(param)[SHOWN] = weakref.ref(owner)
+
+
+def states_of(params: Iterable[Tensor], among: Iterable[ParamState]) -> list[ParamState]:
+    """Those of `among` that are states of `params`."""
+    wanted = set(map(id, params))
+    return [state for state in among if id(state.param) in wanted]
 
 
 def shown_with(value: Tensor, alias: Tensor) -> None:

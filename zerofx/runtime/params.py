@@ -20,7 +20,7 @@ from zerofx.runtime.gradients import hold_gradients_in
 from zerofx.runtime.local_sum import LocalSum
 from zerofx.runtime.ownership import own
 from zerofx.runtime.parameter import local_tensor, make_writable, take_place
-from zerofx.torch_private import storage_key
+from zerofx.torch_private import shares_storage
 
 if TYPE_CHECKING:
     from zerofx.runtime.domain import Domain
@@ -107,8 +107,7 @@ class ParamState:
         own = self._own_slot()
         if own is None or own.dtype is not out.dtype:
             return padded_chunk(shard, out, self.domain.shard_rank, self.chunk_numel)
-        inside = shard.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-        if not inside:
+        if not shares_storage(shard, own):
             own[: shard.numel()].copy_(shard.reshape(-1))
         return own
 
@@ -130,7 +129,7 @@ class ParamState:
         self.domain.session.buffers.moved()
         shard, buffer = self.shard, self.buffer
         self.spec = dataclasses.replace(self.spec, dtype=shard.dtype)
-        if buffer is None or storage_key(buffer) == storage_key(shard):
+        if buffer is None or shares_storage(buffer, shard):
             return
         dtype = self.spec.full_dtype
         if not self.spec.layout.resident:

@@ -29,6 +29,7 @@ from zerofx.runtime.kept import KeptValues
 from zerofx.runtime.members import members, new_key
 from zerofx.runtime.network import Network, agree_on_network
 from zerofx.runtime.overflow import mixed_gradients, share_overflow
+from zerofx.runtime.ownership import states_of
 from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.pending import Pending
@@ -186,8 +187,7 @@ class Session:
 
     def optimizer_stepped(self, params: Iterable[Tensor], *, applies: bool) -> None:
         """An optimizer updated `params`, unless its rate is zero: resident copies are stale."""
-        stepped = {id(param) for param in params}
-        for state in (each for each in self.states if id(each.param) in stepped):
+        for state in states_of(params, self.states):
             self.accumulation.stepped()
             # What has no gradient is not updated: frozen parameters keep their copies and codes.
             if state.param.grad is not None:
@@ -219,7 +219,7 @@ class Session:
 
     def refuse_pending(self, params: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back."""
-        self.accumulation.refuse_pending(self.states, map(id, params))
+        self.accumulation.refuse_pending(self.states, params)
 
     @contextlib.contextmanager
     def recorded(self, kind: str, name: str) -> Iterator[Callable[[Any], None]]:

@@ -49,7 +49,7 @@ def measure_contention(comm: Comm, device: torch.device) -> float:
         dist.barrier(comm.group)
         pending = all_gather([full], [chunk], comm, 1)
         multiply(products)
-        _finish(pending)
+        finish(pending)
 
     def multiply(products: int) -> None:
         for _ in range(products):
@@ -83,10 +83,10 @@ def measure_messages(comm: Comm, device: torch.device) -> tuple[float, float]:
     chunk = full.chunk(comm.size)[comm.rank].clone()
 
     def gather() -> None:
-        _finish(all_gather([full], [chunk], comm, 1))
+        finish(all_gather([full], [chunk], comm, 1))
 
     def reduce() -> None:
-        _finish(reduce_scatter_mean([full], [splits], comm, 2))
+        finish(reduce_scatter_mean([full], [splits], comm, 2))
 
     sent = full.nbytes * (comm.size - 1) / comm.size
     return _working_seconds(gather, comm) / sent, _working_seconds(reduce, comm) / sent
@@ -103,7 +103,8 @@ def _working_seconds(call: Callable[[], None], comm: Comm) -> float:
     return (time.process_time() - begin) / _REPEATS
 
 
-def _finish(pending: Pending) -> None:
+def finish(pending: Pending) -> None:
+    """Run all hops of a collective."""
     while not pending.done:
         pending.advance(lambda work: work.wait())
 

@@ -24,7 +24,7 @@ from zerofx.runtime.parameter import (
     show_rows,
     write_rows,
 )
-from zerofx.torch_private import is_traced, storage_key
+from zerofx.torch_private import is_traced, shares_storage
 
 
 def look_through(whole: Tensor, found: Any, view: Callable[[Tensor], Any]) -> None:
@@ -43,7 +43,7 @@ def look_through(whole: Tensor, found: Any, view: Callable[[Tensor], Any]) -> No
     elif whole._whole is not None:
         first = whole._view
         copied(found, whole._whole, lambda whole: view(first(whole)), _kind_of(whole))
-    elif storage_key(local_tensor(found)) != storage_key(local_tensor(whole)):
+    elif not shares_storage(local_tensor(found), local_tensor(whole)):
         copied(found, whole, view, _kind_of(whole))
     elif type(found) is DTensor:
         found.__class__ = Sharded

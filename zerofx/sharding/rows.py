@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zerofx.ir.spec import rows_of
 from zerofx.runtime.collectives import as_bytes
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.params import ParamState, as_dtensor
@@ -36,8 +37,4 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def row_range(num_rows: int, domain: Domain) -> tuple[int, int]:
     """First and past-the-last row that this rank owns of `num_rows`."""
-    if not domain.layout.sharded:
-        return 0, num_rows
-    chunk = -(-num_rows // domain.layout.num_shards)
-    start = min(domain.shard_rank * chunk, num_rows)
-    return start, min(start + chunk, num_rows)
+    return rows_of(num_rows, domain.layout.num_shards, domain.shard_rank)

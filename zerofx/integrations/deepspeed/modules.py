@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zerofx.integrations.deepspeed.operations import Counts
 from zerofx.ir.spec import Region
 from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.ownership import states_of
 from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import params_of
 from zerofx.runtime.session import Session
@@ -92,11 +93,9 @@ class Model:
 
 def models_of(optimizer: Optimizer, counts: Counts) -> list[Model]:
     """The sharded models whose parameters an optimizer has."""
-    params = {id(param) for param in params_of(optimizer)}
+    params = params_of(optimizer)
     return [
-        _model(session, counts)
-        for session in live_sessions()
-        if any(id(state.param) in params for state in session.states)
+        _model(session, counts) for session in live_sessions() if states_of(params, session.states)
     ]
 
 
