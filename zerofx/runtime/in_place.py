@@ -67,32 +67,20 @@ def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
         if name == "zero_":
             yield name, _zero_
         elif name != "copy_":
-            make = _writes_whole if name in _ACROSS_ROWS else _takes_full
-            yield name, make(name)
+            yield name, _method(name)
 
 
-def _writes_whole(name: str) -> Callable[..., Any]:
-    """As `write_whole`: torch's may leave the tensor itself with other placements."""
+def _method(name: str) -> Callable[..., Any]:
     plain = getattr(DTensor, name)
 
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return plain(self, *args, **kwargs)
         refuse_own(name, self, args, kwargs)
-        operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
-        return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
-
-    return write
-
-
-def _takes_full(name: str) -> Callable[..., Any]:
-    """Operands may be full values, the same on every rank."""
-    plain = getattr(DTensor, name)
-
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return plain(self, *args, **kwargs)
-        refuse_own(name, self, args, kwargs)
+        if name in _ACROSS_ROWS:  # torch's may leave the tensor itself with other placements
+            operands, named = full(args), {key: full(each) for key, each in kwargs.items()}
+            return write_whole(self, lambda whole: getattr(whole, name)(*operands, **named))
+        # Operands may be full values, the same on every rank.
         args = tuple(_like(self, each) for each in args)
         return plain(self, *args, **{key: _like(self, each) for key, each in kwargs.items()})
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zerofx.errors import ConfigError, LossScaleError
 from zerofx.runtime.handles import live_sessions
+from zerofx.runtime.ownership import states_of
 from zerofx.runtime.params import params_of
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -136,6 +137,6 @@ class GradScaler(FixedScaler):
 
 def _agree(optimizer: torch.optim.Optimizer) -> None:
     """Show an overflow in any rank's shards to all ranks; see `zerofx.runtime.overflow`."""
-    about = {id(param) for param in params_of(optimizer)}
+    params = params_of(optimizer)
     for session in live_sessions():
-        session.share_overflow(state.param for state in session.states if id(state.param) in about)
+        session.share_overflow(state.param for state in states_of(params, session.states))
