@@ -40,7 +40,7 @@ class Host:
     runs_ahead: bool = False
 
     def seconds(self, node: fx.Node) -> float:
-        """Python's time for a node that communicates; nothing for gathers that send nothing."""
+        """Python's time for a node that communicates."""
         if is_start(node):
             return self.collective
         return self.member if is_wait(node) else 0.0

@@ -39,7 +39,7 @@ class Segment:
         outputs: its nodes whose values are read outside.
         graph: the nodes as a graph of their own; the output is a tuple.
         owner: holds the constants that `graph` reads.
-        key: equal for segments that compute the same; `None` for ones that are not shared.
+        key: equal for segments that compute the same.
         only_views: nothing to compile.
     """
 

@@ -32,7 +32,7 @@ a backend's own reductions), rounded to it, and end in the dtype that their wait
 the shard's.
 
 Eager kernels of the markers are registered by
-`zerofx.runtime.markers`; program nodes are bound by `zerofx.runtime.execute`, or interpreted by
+`zerofx.runtime.markers`; program nodes are bound by `zerofx.frontend.lower`, or interpreted by
 `zerofx.sim.lockstep`.
 """
 

@@ -40,7 +40,8 @@ class Layout:
         handle: the integer under which runtime and markers find groups and options.
         num_shards: ranks along the shard axis; 1 for replicated parameters.
         num_replicas: ranks that hold the same shard.
-        resident: a full copy stays on every rank (stages 1 and 2); the shard is a view into it.
+        resident: a full copy stays on every rank (stages 1 and 2); the shard is a view into it,
+            unless the full value has another dtype.
         reduce_dtype: in which gradients travel and are averaged; by default each in its own.
         grad_dtype: in which they wait for the optimizer; by default in their parameter's.
         node_size: neighbours along the shard axis that share a node, equally many on each node; of

@@ -33,7 +33,7 @@ function hover(event, second, scale, cross) {
   const tip = find("tip");
   if (second < 0 || second > step.seconds) { tip.hidden = true; return; }
   const { part, local, spans } = happeningAt(step, second);
-  const words = { compute: "computes", link: "on the link", stall: "waits for" };
+  const words = { compute: "computes", link: "on the link", stall: "waits for", slow: "slowed by the link", host: "waits to be launched" };
   const memory = memoryAt(part.program, local);
   const x = scale(second);
   cross.setAttribute("x1", x); cross.setAttribute("x2", x); cross.setAttribute("visibility", "visible");

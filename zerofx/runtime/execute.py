@@ -21,7 +21,7 @@ from zerofx.torch_private import storage_key
 
 @dataclasses.dataclass(frozen=True)
 class Register:
-    """A reference to a value; anything else in an argument list is a constant."""
+    """A reference to a value; anything else among outputs is a constant."""
 
     number: int
 

@@ -51,7 +51,7 @@ class Editor:
         self.wholes: dict[tuple[str, str], None] = {}
         self.here = next(node for node in self.graph.nodes if node.op != "placeholder")
         self._slices: dict[tuple[fx.Node, Cut], fx.Node] = {}
-        self._wholes = {node: node.meta.get("example_value") for node in self.graph.nodes}
+        self._examples = {node: node.meta.get("example_value") for node in self.graph.nodes}
         self._seen: dict[fx.Node, Any] = {}
 
     def cut(self, node: Any) -> Cut | None:
@@ -60,26 +60,26 @@ class Editor:
 
     def example(self, node: fx.Node) -> Any:
         """What Dynamo saw at a node."""
-        return self._wholes.get(node)
+        return self._examples.get(node)
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """Nodes computed so far that share memory with a node in the program of wholes."""
-        key = memory_of(self._wholes.get(node))
+        key = memory_of(self._examples.get(node))
         if key is None:
             return []
-        return [each for each in self.values if memory_of(self._wholes.get(each)) == key]
+        return [each for each in self.values if memory_of(self._examples.get(each)) == key]
 
     def whole(self, node: fx.Node) -> Any:
         """A fake value of a node as Dynamo saw it, to look at; operations are run on new ones."""
         if node not in self._seen:
             found = self._new_whole(node)
-            if self._wholes.get(node) is None:
+            if self._examples.get(node) is None:
                 return found  # what it is depends on the program so far
             self._seen[node] = found
         return self._seen[node]
 
     def _new_whole(self, node: fx.Node) -> Any:
-        found = self._wholes.get(node)
+        found = self._examples.get(node)
         if found is None and node.op == "get_attr":
             found = getattr(self.module, str(node.target), None)
         if found is None and node not in self.cuts:
@@ -95,7 +95,7 @@ class Editor:
     def value(self, node: fx.Node) -> Any:
         """What the divided program has at a node."""
         if node not in self.values:
-            if self._wholes.get(node) is None and node.op.startswith("call"):
+            if self._examples.get(node) is None and node.op.startswith("call"):
                 self.run(node)
             else:
                 self.values[node] = self._new_whole(node)
@@ -157,7 +157,7 @@ class Editor:
         key = node, cut
         if key not in self._slices:
             args = (node, cut.dim, cut.outer, self.place.rank, self.place.size)
-            made = self.before(own_positions, args, self._wholes.get(node))
+            made = self.before(own_positions, args, self._examples.get(node))
             self._slices[key] = made
             self.cuts[made] = cut
         return self._slices[key]
@@ -175,7 +175,7 @@ class Editor:
             made = self.graph.call_function(target, args)
         made.meta = {key: at for key, at in self.here.meta.items() if key == "nn_module_stack"}
         value = self.run(made)
-        self._wholes[made] = value if whole is None else whole
+        self._examples[made] = value if whole is None else whole
         made.meta["example_value"] = value
         return made
 
@@ -188,7 +188,7 @@ class Editor:
             made = self.graph.call_function(target, args(node))
         node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
         made.meta = dict(node.meta)
-        self._wholes[made] = self._wholes.get(node)
+        self._examples[made] = self._examples.get(node)
         return made
 
     def replace(
@@ -201,7 +201,7 @@ class Editor:
             else:
                 made = self.graph.call_function(target, args)
         made.meta = dict(node.meta)
-        self._wholes[made] = self._wholes.get(node)
+        self._examples[made] = self._examples.get(node)
         node.replace_all_uses_with(made)
         self.graph.erase_node(node)
         return made
