@@ -17,6 +17,9 @@ from zerofx.ir.verify import verify
 
 Numerics = Literal["exact", "reordered", "lossy"]
 
+RUNNING = frozenset((Region.FORWARD, Region.BACKWARD, Region.INFERENCE))
+"""The programs that run."""
+
 Observer = Callable[[Program, str, Any], None]
 """Called after every pass with the program, the pass's name and its plan."""
 

@@ -14,7 +14,7 @@ from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import alias_closure
-from zerofx.passes.base import Pass
+from zerofx.passes.base import RUNNING, Pass
 
 _CLONE = torch.ops.aten.clone.default
 
@@ -41,9 +41,7 @@ class CopyReturned(Pass):
     """
 
     name: ClassVar[str] = "copy_returned"
-    regions: ClassVar[frozenset[Region]] = frozenset(
-        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
-    )
+    regions: ClassVar[frozenset[Region]] = RUNNING
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> ReturnPlan:

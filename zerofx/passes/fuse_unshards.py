@@ -15,7 +15,7 @@ from zerofx.ir.ops import UNSHARD_START, UNSHARD_WAIT, members, waits_of
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import positions
-from zerofx.passes.base import Pass
+from zerofx.passes.base import RUNNING, Pass
 from zerofx.passes.buckets import BucketPlan, bucket_facts, plan_buckets
 
 
@@ -42,9 +42,7 @@ class FuseUnshards(Pass):
     most_bytes: int = MOST_BUCKET_BYTES
 
     name: ClassVar[str] = "fuse_unshards"
-    regions: ClassVar[frozenset[Region]] = frozenset(
-        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
-    )
+    regions: ClassVar[frozenset[Region]] = RUNNING
 
     def plan(self, program: Program) -> BucketPlan:
         """Group the gathers, in order of first use."""

@@ -13,7 +13,7 @@ from zerofx.ir.ops import FREE, UNSHARD_WAIT, started_by
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import positions, readers
-from zerofx.passes.base import Pass
+from zerofx.passes.base import RUNNING, Pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,7 @@ class InsertFrees(Pass):
     """
 
     name: ClassVar[str] = "insert_frees"
-    regions: ClassVar[frozenset[Region]] = frozenset(
-        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
-    )
+    regions: ClassVar[frozenset[Region]] = RUNNING
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> FreePlan:

@@ -15,7 +15,7 @@ from zerofx.ir.ops import UNSHARD, UNSHARD_START, UNSHARD_WAIT, full_dtype
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import alias_closure, positions, readers
-from zerofx.passes.base import Pass
+from zerofx.passes.base import RUNNING, Pass
 
 _CAST = torch.ops.prims.convert_element_type.default
 
@@ -61,9 +61,7 @@ class InsertUnshards(Pass):
     """
 
     name: ClassVar[str] = "insert_unshards"
-    regions: ClassVar[frozenset[Region]] = frozenset(
-        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
-    )
+    regions: ClassVar[frozenset[Region]] = RUNNING
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> UnshardPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from zerofx.ir.ops import REDUCE_GRAD, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import identity_source
-from zerofx.passes.base import Pass
+from zerofx.passes.base import Numerics, Pass
 
 _ADD = torch.ops.aten.add.Tensor
 
@@ -41,7 +41,7 @@ class MergeReduces(Pass):
 
     name: ClassVar[str] = "merge_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.JOINT,))
-    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "reordered"
+    numerics: ClassVar[Numerics] = "reordered"
     mandatory: ClassVar[bool] = True
 
     def plan(self, program: Program) -> SumPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from zerofx.ir.ops import REDUCE_START, gradients
 from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
-from zerofx.passes.base import Pass
+from zerofx.passes.base import Numerics, Pass
 from zerofx.passes.quantize import QuantizePlan, Weighed, plan_codes, send_codes, why_exact
 
 
@@ -47,7 +47,7 @@ class QuantizeReduces(Pass):
 
     name: ClassVar[str] = "quantize_reduces"
     regions: ClassVar[frozenset[Region]] = frozenset((Region.BACKWARD,))
-    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "lossy"
+    numerics: ClassVar[Numerics] = "lossy"
 
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""

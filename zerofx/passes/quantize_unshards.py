@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from zerofx.ir.ops import UNSHARD_START, waits_of
 from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
-from zerofx.passes.base import Pass
+from zerofx.passes.base import RUNNING, Numerics, Pass
 from zerofx.passes.quantize import Exact, QuantizePlan, Weighed, plan_codes, send_codes, why_exact
 
 
@@ -46,10 +46,8 @@ class QuantizeUnshards(Pass):
     frozen_only: bool = False
 
     name: ClassVar[str] = "quantize_unshards"
-    regions: ClassVar[frozenset[Region]] = frozenset(
-        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
-    )
-    numerics: ClassVar[Literal["exact", "reordered", "lossy"]] = "lossy"
+    regions: ClassVar[frozenset[Region]] = RUNNING
+    numerics: ClassVar[Numerics] = "lossy"
 
     def plan(self, program: Program) -> QuantizePlan:
         """Decide for each parameter."""

@@ -25,7 +25,7 @@ from zerofx.ir.ops import (
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.view import alias_closure, only_returned, positions
-from zerofx.passes.base import Pass
+from zerofx.passes.base import RUNNING, Pass
 from zerofx.passes.room import Gathered, Room
 from zerofx.passes.seams import Seams
 
@@ -85,9 +85,7 @@ class Schedule(Pass):
     prefetch_bytes: int | None = None
 
     name: ClassVar[str] = "schedule"
-    regions: ClassVar[frozenset[Region]] = frozenset(
-        (Region.FORWARD, Region.BACKWARD, Region.INFERENCE)
-    )
+    regions: ClassVar[frozenset[Region]] = RUNNING
 
     def plan(self, program: Program) -> SchedulePlan:
         """Choose the places, then walk over them once."""
