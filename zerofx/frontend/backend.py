@@ -131,7 +131,7 @@ def _shard_and_compile(
     else:
         session = session_of(root) if root is not None else _running_session()
         config = _as_sharded(session, stage, options) or config_of(stage, options)
-    compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
+    patches_of_mode(mode, config)  # it is refused here, while the model is plain
     if root is not None:
         shard_root(root, config)
         mix_while_tracing()
@@ -140,7 +140,7 @@ def _shard_and_compile(
     described = describe_inputs(module.graph, inputs)
     if (given := _as_sharded(described.session, stage, options)) is not None:
         config = given
-        compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
+    compiler = SegmentCompiler(config.inner, patches_of_mode(mode, config))
     _check_options(described, config)
     for session in described.sessions:
         session.recompile_limit = recompile_limit()

@@ -94,14 +94,16 @@ class Capture:
         self._sessions = weakref.WeakSet(inputs.sessions)
         self.compiler = compiler
         session = inputs.session
-        listed = _passes(config, session) if session else ()
-        self.passes: tuple[Pass, ...] = listed if passes is None else passes
+        self._setting = _setting(config, session)
+        if passes is None and session is not None:
+            most_bytes = self._setting.machine.most_bucket_bytes
+            passes = pipeline(config, session.replicated.layout.handle, most_bytes)
+        self.passes: tuple[Pass, ...] = passes or ()
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
         self._read_later: frozenset[str] = frozenset()
         self._gradients_of: tuple[str, ...] = ()
         self._watcher = watcher
-        self._setting = _setting(config, session)
         self._journal = session.journal if session else None
         self._axes = session.axes if session else None
         self._dump: Dump | None = None
@@ -288,8 +290,3 @@ def _setting(config: ZeroConfig, session: Session | None) -> Setting:
         return Setting(machine_of("cpu"), 1, fused)
     machine = machine_of(session.device.type, session.network.table)
     return Setting(machine, session.world.size, fused)
-
-
-def _passes(config: ZeroConfig, session: Session) -> tuple[Pass, ...]:
-    most_bytes = _setting(config, session).machine.most_bucket_bytes
-    return pipeline(config, session.replicated.layout.handle, most_bytes)

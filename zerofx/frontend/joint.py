@@ -15,6 +15,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.breaks import read_break
 from zerofx.torch_private import (
     FakeMode,
+    concrete_copy,
     fake_mode,
     graph_breaks,
     logging_left_out,
@@ -139,8 +140,10 @@ def cut_apart(
         UnsupportedError: nothing in it is trainable.
     """
     mode = fake_mode()
-    with mode:
-        fakes = [_fake_copy(value) for value in inputs]
+    fakes = concrete_copy(list(inputs), mode)
+    for fake, value in zip(fakes, inputs, strict=True):
+        if isinstance(value, Tensor):
+            fake.requires_grad_(value.requires_grad)
 
     def carry_out(*args: Any, **kwargs: Any) -> NoReturn:
         raise _Cut(partition(*args, **kwargs))
@@ -150,17 +153,6 @@ def cut_apart(
     except _Cut as cut:
         return cut.halves
     raise UnsupportedError("the model has no backward", "leave some parameters trainable")
-
-
-def _fake_copy(value: Any) -> Any:
-    """A fake tensor like `value`; sizes that Dynamo knows as symbols count as what they are now."""
-    if isinstance(value, torch.SymInt):
-        return value.node.hint
-    if not isinstance(value, Tensor):
-        return value
-    shape, stride = ([_fake_copy(n) for n in sizes] for sizes in (value.shape, value.stride()))
-    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return made.requires_grad_(value.requires_grad)
 
 
 def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:

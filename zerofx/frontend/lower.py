@@ -13,24 +13,8 @@ from zerofx.frontend.measure import Stopwatch
 from zerofx.frontend.places import Places
 from zerofx.frontend.quantize import MakeKernel, gathering, reducing
 from zerofx.frontend.segments import Segment, split
+from zerofx.ir import ops
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import (
-    FREE,
-    KEEP,
-    KEEP_SHARD,
-    REDUCE_GRAD,
-    REDUCE_START,
-    REDUCE_WAIT,
-    SYNC_BUFFERS,
-    UNSHARD,
-    UNSHARD_START,
-    UNSHARD_WAIT,
-    full_dtype,
-    keeps_codes,
-    members,
-    started_by,
-    waits_of,
-)
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.runtime.execute import Executable, Register, Step
@@ -57,7 +41,7 @@ def lower(
     Raises:
         PassError: a marker is left, which no pass turned into communication.
     """
-    left = [facts(node).param for node in program.calls(UNSHARD, REDUCE_GRAD)]
+    left = [facts(node).param for node in program.calls(ops.UNSHARD, ops.REDUCE_GRAD)]
     if left:
         raise PassError(
             f"the {program.region.value} program still holds markers",
@@ -128,30 +112,30 @@ def _bind(node: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """
     region = program.region
     match node.target:
-        case op if op is UNSHARD_START:
+        case ops.UNSHARD_START:
             return _bind_gather(node, program, kernels)
-        case op if op is UNSHARD_WAIT:
+        case ops.UNSHARD_WAIT:
             handle, member, size = *_member(node, 1), _size(node)
             return lambda args: domain_of(handle).unshard_wait(args[0], member, size)
-        case op if op is KEEP:
+        case ops.KEEP:
             handle = _handle(node, 2)
             return lambda args: domain_of(handle).keep(*args)
-        case op if op is KEEP_SHARD:
+        case ops.KEEP_SHARD:
             handle = _handle(node, 2)
             return lambda args: domain_of(handle).keep_shard(*args)
-        case op if op is FREE:
+        case ops.FREE:
             handle = _handle(node, 1)
             return lambda args: domain_of(handle).free(args[0])
-        case op if op is REDUCE_START:
+        case ops.REDUCE_START:
             handle, given, shards = _handle(node, 2), _places(node, 0), _places(node, 1)
             codes = reducing(program, node, kernels)
             return lambda args: domain_of(handle).reduce_start(
                 [args[place] for place in given], [args[place] for place in shards], codes
             )
-        case op if op is REDUCE_WAIT:
+        case ops.REDUCE_WAIT:
             handle, member, dtype = *_member(node, 2), node.meta["val"].dtype
             return lambda args: domain_of(handle).reduce_wait(args[0], member, args[1], dtype)
-        case op if op is SYNC_BUFFERS:
+        case ops.SYNC_BUFFERS:
             handle, part, changed = _handle(node, 1), object(), inputs_written(program.graph)
             written = [at for at, buffer in enumerate(node.all_input_nodes) if buffer in changed]
             return lambda args: domain_of(handle).sync_buffers(args, part, region, written)
@@ -166,8 +150,8 @@ def _bind_gather(start: fx.Node, program: Program, kernels: MakeKernel) -> Run:
     """Sizes and dtypes stand at the waits; verified programs have one for each member."""
     codes = gathering(program, start, kernels)
     handle, shards, region = _handle(start, 1), _places(start, 0), program.region
-    waits, keep = waits_of(start), keeps_codes(start)
-    sizes, dtypes = [_size(wait) for wait in waits], [full_dtype(wait) for wait in waits]
+    waits, keep = ops.waits_of(start), ops.keeps_codes(start)
+    sizes, dtypes = [_size(wait) for wait in waits], [ops.full_dtype(wait) for wait in waits]
     return lambda args: domain_of(handle).unshard_start(
         [args[place] for place in shards], sizes, dtypes, region, codes, keep=keep
     )
@@ -182,9 +166,9 @@ def _places(node: fx.Node, position: int) -> list[int]:
 
 def _member(wait: fx.Node, handle_at: int) -> tuple[int, int]:
     """Layout handle of the collective that is waited for, and which of its members."""
-    start, shard = started_by(wait), wait.args[1]
+    start, shard = ops.started_by(wait), wait.args[1]
     assert isinstance(shard, fx.Node)
-    return _handle(start, handle_at), members(start).index(shard)
+    return _handle(start, handle_at), ops.members(start).index(shard)
 
 
 def _handle(node: fx.Node, position: int) -> int:
