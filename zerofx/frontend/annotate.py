@@ -19,6 +19,7 @@ from zerofx.ir.view import identity_source
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
+from zerofx.sharding.refuse import GIVE_PLAIN
 from zerofx.torch_private import dynamo_input_of, orders_effects
 
 
@@ -61,8 +62,7 @@ def describe_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> GraphInputs:
         elif isinstance(value, DTensor) and isinstance(value, nn.Parameter):
             raise UnsupportedError(
                 "the model has DTensor parameters that zerofx did not make",
-                "pass the plain model; zerofx shards it itself, and docs/parallelism.md says how a "
-                "model is divided for tensor parallelism",
+                GIVE_PLAIN,
                 names_of({id(value)}, live_modules())
                 or [str(node.target) for node in graph.find_nodes(op="placeholder")][position:][:1],
             )
@@ -187,7 +187,7 @@ def _annotate_marker(node: fx.Node) -> None:
     assert isinstance(view, fx.Node)
     shard = identity_source(view)
     node.update_arg(place, shard)
-    known = shard.meta["zerofx"]
+    known = facts(shard)
     role = Role.FULL if place == 0 else Role.REDUCE
     set_facts(node, Facts(role, known.param, module_path(node), known.layout))
     while view is not shard and not view.users:

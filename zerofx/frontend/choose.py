@@ -25,6 +25,7 @@ from zerofx.frontend.rehearsal import Rehearsal, rehearse_graph
 from zerofx.frontend.resident import rest_of
 from zerofx.frontend.views import coded_in, forecast_of
 from zerofx.runtime.arrivals import Arrivals
+from zerofx.runtime.axes import replicas_of
 from zerofx.runtime.comm import backend_for, node_size_of
 from zerofx.runtime.members import members, new_key, ranks_of
 from zerofx.runtime.network import kept_table, ranks_of_a_node
@@ -171,8 +172,7 @@ def _kept_table(
     config: ZeroConfig, group: dist.ProcessGroup, device: torch.device, num_ranks: int
 ) -> CommTable | None:
     """What `zerofx bench comm` kept for the axis that will shard: buckets go by it."""
-    replicas = mesh.size(0) if (mesh := config.mesh) is not None and mesh.ndim == 2 else 1
-    shards = num_ranks // max(replicas, config.replicate)
+    shards = num_ranks // replicas_of(config, num_ranks)
     node_size = node_size_of(range(shards), ranks_of_a_node(config.ranks_per_node, num_ranks))
     version, backend = str(torch.__version__), backend_for(group, device)
     return kept_table(topology(backend, device.type, shards, node_size, version))

@@ -18,6 +18,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.bodies import bodies_of, copy_with_bodies, write_out_regions
 from zerofx.ir.ops import UNSHARD, is_call
 from zerofx.ir.spec import ParamSpec
+from zerofx.runtime.handed_out import EDIT_OUTSIDE
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import (
     ends_where_data_is_assigned,
@@ -53,8 +54,7 @@ def refuse_uses(module: fx.GraphModule, params: dict[int, ParamSpec]) -> None:
         raise UnsupportedError(
             "parameters are modified in place inside the compiled forward; the edit would be lost "
             "(Embedding(max_norm=…) does it too)",
-            "edit parameters outside the forward, under torch.no_grad(), through "
-            "model.parameters(); what a first batch sets, by one forward of the plain model",
+            EDIT_OUTSIDE,
             dict.fromkeys(written),
         )
     if sparse:

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
 from zerofx.cost.machine import Machine, machine_of
-from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs, owners_in
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.constructors import construct
@@ -35,7 +34,7 @@ from zerofx.ir.spec import Layout, ParamSpec
 from zerofx.passes.base import run_passes
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.quantize import why_exact
-from zerofx.runtime.axes import layouts_of
+from zerofx.runtime.axes import layouts_of, replicas_of
 from zerofx.runtime.comm import node_size_of
 from zerofx.runtime.secondary import check_nodes
 from zerofx.sharding.casts import param_dtypes
@@ -271,15 +270,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
     """Of sharded parameters, and of replicated ones."""
-    if config.mesh is not None:
-        replicas = config.mesh.size(0) if config.mesh.ndim == 2 else 1
-    else:
-        replicas = config.replicate
-    if num_ranks % replicas:
-        raise UnsupportedError(
-            f"{num_ranks} ranks cannot form replicate={replicas} equal groups",
-            "choose a divisor of the world size",
-        )
+    replicas = replicas_of(config, num_ranks)
     shards = num_ranks // replicas if config.stage > 0 else 1
     per_node = config.ranks_per_node or num_ranks
     node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)

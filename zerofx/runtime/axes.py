@@ -133,6 +133,23 @@ def _world(mesh: DeviceMesh, network: Network, device: torch.device) -> Comm:
     return network.comm(group, device)
 
 
+def replicas_of(config: ZeroConfig, num_ranks: int) -> int:
+    """How many ranks hold the same shard.
+
+    Raises:
+        UnsupportedError: the ranks cannot be divided so.
+    """
+    replicas = config.replicate
+    if config.mesh is not None:
+        replicas = config.mesh.size(0) if config.mesh.ndim == 2 else 1
+    if num_ranks % replicas:
+        raise UnsupportedError(
+            f"{num_ranks} ranks cannot form replicate={replicas} equal groups",
+            "choose a divisor of the world size",
+        )
+    return replicas
+
+
 def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     """The mesh that was asked for; by default all ranks in a row.
 
@@ -150,12 +167,8 @@ def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     if config.mesh is not None:
         return config.mesh
     num_ranks = dist.get_world_size()
-    if num_ranks % config.replicate:
-        raise UnsupportedError(
-            f"{num_ranks} ranks cannot form replicate={config.replicate} equal groups",
-            "choose a divisor of the world size",
-        )
-    if config.replicate == 1:
+    replicas = replicas_of(config, num_ranks)
+    if replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    shape = (config.replicate, num_ranks // config.replicate)
+    shape = replicas, num_ranks // replicas
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

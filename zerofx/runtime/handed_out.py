@@ -19,6 +19,12 @@ from zerofx.runtime.ownership import OWNER
 from zerofx.runtime.params import ParamState
 from zerofx.torch_private import PLAIN_RESULTS, kept_by_running_function, shares_storage
 
+EDIT_OUTSIDE = (
+    "edit parameters outside the forward, under torch.no_grad(), through model.parameters(); "
+    "what a first batch sets, by one forward of the plain model"
+)
+"""The remedy where a forward modifies values of parameters."""
+
 
 class FullValue(Tensor):
     """A full value whose `.data` hides no writes; what is computed from it is a plain tensor."""
@@ -158,8 +164,7 @@ def _written(names: Iterable[str]) -> UnsupportedError:
     return UnsupportedError(
         "values of parameters that the forward returned, or that it read in code which Dynamo left "
         "to Python, are modified in place; the edit is lost (Embedding(max_norm=…) does it too)",
-        "edit parameters outside the forward, under torch.no_grad(), through "
-        "model.parameters(); what a first batch sets, by one forward of the plain model",
+        EDIT_OUTSIDE,
         dict.fromkeys(names),
     )
 

@@ -23,6 +23,12 @@ from zerofx.torch_private import (
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+GIVE_PLAIN = (
+    "pass the plain model; zerofx shards it itself, and docs/parallelism.md says how a model is "
+    "divided for tensor parallelism"
+)
+"""The remedy where parameters are divided already."""
+
 
 def refuse_wrappers(modules: Iterable[nn.Module]) -> None:
     """Refuse models that another library already distributes.
@@ -63,8 +69,7 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         (
             _is_dtensor,
             "are DTensors already",
-            "pass the plain model; zerofx shards it itself, and docs/parallelism.md says how a "
-            "model is divided for tensor parallelism",
+            GIVE_PLAIN,
         ),
         (_is_sparse, "are sparse", "convert them with .to_dense()"),
         (
