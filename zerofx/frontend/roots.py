@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -171,29 +172,24 @@ def refuse_running_wrappers() -> None:
 
 def _module_frames() -> Iterator[tuple[FrameType, nn.Module]]:
     """Calls of modules on this thread's stack, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name in _CALLS and code.co_filename == _CALL_FILE:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module):
                 yield frame, unwrap_compiled(module)
-        frame = frame.f_back
 
 
 def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module | None:
     inside: nn.Module | None = None
     by_frame = {id(frame): module for frame, module in frames}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if id(frame) in by_frame:
             inside = by_frame[id(frame)]
         if frame.f_code.co_name == "compile_wrapper":
             if inside is not None:
                 return inside
-            back = frame.f_back
-            return by_frame.get(id(back)) if back is not None else None
-        frame = frame.f_back
+            return by_frame.get(id(frame.f_back))
     return inside
 
 
@@ -249,13 +245,11 @@ def _refuse_used(root: nn.Module, frames: Sequence[tuple[FrameType, nn.Module]])
     last = next(frame for frame, module in reversed(frames) if module is root)
     names = {id(param): name for name, param in _params(root) if not isinstance(param, DTensor)}
     used: dict[str, None] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         for value in _tensors(frame.f_locals.values()):
             used.update(dict.fromkeys(_parameters_behind(value, names)))
         if frame is last:
             break
-        frame = frame.f_back
     if used:
         raise ShardingError(
             f"the forward of {type(root).__name__} used plain parameters before zerofx saw it "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from traceback import FrameSummary
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -279,11 +280,9 @@ def past_recompile_limit(limit: int) -> str:
     """
     if not any("recompile limit exceeded" in why for why in counters["unimplemented"]):
         return ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if len(_variants(frame.f_code)) >= limit:
             return frame.f_code.co_qualname
-        frame = frame.f_back
     return ""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -62,11 +62,10 @@ def before_forwards(
     def compiles(args: CallbackArgs) -> None:
         if args.callback_trigger is not CallbackTrigger.DYNAMO:
             return  # a backward: torch holds a lock, and Dynamo would compile what is called here
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name != "compile_wrapper":
-            frame = frame.f_back
-        if frame is not None:
-            hear(*_given(frame.f_locals["self"]), None)
+        for frame, _ in traceback.walk_stack(sys._getframe(1)):
+            if frame.f_code.co_name == "compile_wrapper":
+                hear(*_given(frame.f_locals["self"]), None)
+                return
 
     def ended(args: CallbackArgs) -> None:
         if args.callback_trigger is CallbackTrigger.DYNAMO:
