@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from zerofx.config import ZeroConfig
 
 _FLOATS = "None or a floating-point torch.dtype of at least 16 bits, such as torch.bfloat16"
+_COUNTS = ("replicate", "sequence_parallel", "accumulate")
+_SIZES = (
+    "max_replicated_numel",
+    "bucket_bytes",
+    "memory_budget",
+    "prefetch_bytes",
+    "device_memory",
+    "measure",
+)
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 _SWITCHES = (
     "broadcast_buffers",
     "cast_forward_inputs",
@@ -32,34 +43,16 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
     Raises:
         ConfigError: names the option and what it may be.
     """
+    value = functools.partial(getattr, config)
     checks: list[tuple[bool, str, str]] = [
         (_is_count(config.stage, 0) and config.stage < 4, "stage", "0, 1, 2 or 3"),
         (config.inner in ("inductor", "eager"), "inner", '"inductor" or "eager"'),
-        (_is_count(config.replicate, 1), "replicate", "an integer of at least 1"),
-        (
-            _is_count(config.sequence_parallel, 1),
-            "sequence_parallel",
-            "an integer of at least 1",
-        ),
-        (
-            config.ranks_per_node is None or _is_count(config.ranks_per_node, 1),
-            "ranks_per_node",
-            "None or an integer of at least 1",
-        ),
-        (_is_count(config.accumulate, 1), "accumulate", "an integer of at least 1"),
+        *((_is_count(value(name), 1), name, "an integer of at least 1") for name in _COUNTS),
         (_is_count(config.min_shard_numel, 0), "min_shard_numel", "an integer of at least 0"),
-        (
-            _is_size(config.max_replicated_numel),
-            "max_replicated_numel",
-            "None or an integer of at least 0",
-        ),
-        (_is_size(config.bucket_bytes), "bucket_bytes", "None or an integer of at least 0"),
-        (_is_size(config.memory_budget), "memory_budget", "None or an integer of at least 0"),
-        (_is_size(config.prefetch_bytes), "prefetch_bytes", "None or an integer of at least 0"),
-        (_is_size(config.device_memory), "device_memory", "None or an integer of at least 0"),
-        (_is_float(config.param_dtype), "param_dtype", _FLOATS),
-        (_is_float(config.reduce_dtype), "reduce_dtype", _FLOATS),
-        (_is_float(config.output_dtype), "output_dtype", _FLOATS),
+        (_is_size(config.ranks_per_node, 1), "ranks_per_node", "None or an integer of at least 1"),
+        (_is_size(config.drift_every, 1), "drift_every", "None or an integer of at least 1"),
+        *((_is_size(value(name), 0), name, "None or an integer of at least 0") for name in _SIZES),
+        *((_is_float(value(name)), name, _FLOATS) for name in _DTYPES),
         (
             _is_float(config.grad_dtype) and config.grad_dtype is not torch.float16,
             "grad_dtype",
@@ -86,23 +79,16 @@ def refuse_wrong_values(config: ZeroConfig) -> None:
             "quantize_exact",
             'patterns of names, such as ("*embed*",)',
         ),
-        (
-            config.drift_every is None or _is_count(config.drift_every, 1),
-            "drift_every",
-            "None or an integer of at least 1",
-        ),
-        (_is_size(config.measure), "measure", "None or an integer of at least 0"),
         (_is_duration(config.hang_timeout), "hang_timeout", "a finite number of seconds above 0"),
         (isinstance(config.dump, str), "dump", "the path of a folder, or an empty string"),
         (_are_texts(config.disable), "disable", 'names of passes, such as ("schedule",)'),
         (isinstance(config.passes, tuple), "passes", "a list of passes and changes"),
         (isinstance(config.mesh, (DeviceMesh, type(None))), "mesh", "None or a DeviceMesh"),
-        *((isinstance(getattr(config, name), bool), name, "True or False") for name in _SWITCHES),
+        *((isinstance(value(name), bool), name, "True or False") for name in _SWITCHES),
     ]
     for good, name, wanted in checks:
         if not good:
-            given = getattr(config, name)
-            raise ConfigError(f"option {name}={given!r} is not allowed", f"use {wanted}")
+            raise ConfigError(f"option {name}={value(name)!r} is not allowed", f"use {wanted}")
 
 
 def refuse_contradictions(config: ZeroConfig) -> None:
@@ -178,8 +164,8 @@ def _is_float(value: torch.dtype | None) -> bool:
     return isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1
 
 
-def _is_size(value: object) -> bool:
-    return value is None or _is_count(value, 0)
+def _is_size(value: object, least: int) -> bool:
+    return value is None or _is_count(value, least)
 
 
 def _is_duration(value: object) -> bool:
