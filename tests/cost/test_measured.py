@@ -17,9 +17,10 @@ from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
+from zerofx.cost.machine import Machine
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.debug.outcome import Setting, outcome_of
-from zerofx.frontend.planner import Machine, Plan, Planner
+from zerofx.frontend.planner import Plan, Planner
 from zerofx.frontend.rehearsal import rehearse_model
 
 BATCH, LENGTH = 8, 96

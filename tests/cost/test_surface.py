@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.lines import NotAlikeError
+from zerofx.cost.machine import DATACENTER_GPU
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.cost.surface import B, S
-from zerofx.frontend.planner import DATACENTER_GPU, Planner
+from zerofx.frontend.planner import Planner
 
 
 class Scores(nn.Module):

@@ -14,11 +14,11 @@ import zerofx
 from tests.debug.trained import Net, Talkative
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
+from zerofx.cost.machine import Machine
 from zerofx.debug.changes import Search
 from zerofx.debug.explain_text import as_data, as_text
 from zerofx.debug.explanation import Explanation
 from zerofx.errors import ConfigError, UnsupportedError
-from zerofx.frontend.planner import Machine
 
 MACHINE = Machine("cpu", Roofline(50e9, 10e9), Link(10e9, 20e-6))
 

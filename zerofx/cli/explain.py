@@ -16,6 +16,7 @@ from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
 from zerofx.config import Stage, ZeroConfig
 from zerofx.cost import machine as cost_machine
+from zerofx.cost.machine import DATACENTER_GPU, Machine
 from zerofx.debug.explain_text import as_data, as_text, why_data, why_text
 from zerofx.debug.explanation import Explanation, explain_model, explanation_of
 from zerofx.debug.outcome import Setting
@@ -23,7 +24,6 @@ from zerofx.debug.record import Recorder, captured_of
 from zerofx.debug.script import Run, run_script
 from zerofx.errors import ConfigError
 from zerofx.frontend.constructors import construct
-from zerofx.frontend.planner import DATACENTER_GPU, Machine
 from zerofx.runtime.session import Session
 from zerofx.runtime.speed import measure_roofline
 from zerofx.torch_private import fake_mode

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from zerofx.cost.compute import Roofline
 from zerofx.cost.link import Link
-from zerofx.cost.machine import loads_machine
+from zerofx.cost.machine import DATACENTER_GPU, Machine, loads_machine
 from zerofx.errors import ConfigError
-from zerofx.frontend.planner import DATACENTER_GPU, Machine
 
 _MOST_RANKS = 4096
 _MOST_BATCH = _MOST_LENGTH = 1 << 20

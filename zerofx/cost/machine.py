@@ -229,3 +229,7 @@ def machine_of(device: str, table: CommTable | None = None) -> Machine:
         measured=table.measured,
         most_bucket_bytes=table.bucket_bytes(),
     )
+
+
+DATACENTER_GPU = machine_of("cuda")
+"""What is assumed of a machine that nobody describes."""

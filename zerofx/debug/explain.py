@@ -14,11 +14,11 @@ from torch import nn
 from zerofx.cli.units import rate
 from zerofx.config import ZeroConfig
 from zerofx.cost.link import Link
+from zerofx.cost.machine import DATACENTER_GPU, Machine
 from zerofx.debug.explanation import Explanation, explain_model
 from zerofx.debug.outcome import Setting
 from zerofx.errors import ConfigError
 from zerofx.frontend.choose import refuse_shared_sequences
-from zerofx.frontend.planner import DATACENTER_GPU, Machine
 from zerofx.passes.registry import with_registered
 from zerofx.torch_private import unwrap_compiled
 

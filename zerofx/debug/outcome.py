@@ -9,10 +9,9 @@ from torch import fx
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Peak
-from zerofx.cost.machine import left_to
+from zerofx.cost.machine import Machine, left_to
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.frontend.dump import Reader
-from zerofx.frontend.planner import Machine
 from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.frontend.resident import is_hybrid, rest_of, update_seconds
 from zerofx.frontend.views import (

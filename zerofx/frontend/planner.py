@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Forecast
 from zerofx.cost.lines import NotAlikeError
-from zerofx.cost.machine import Machine, machine_of
+from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision
 from zerofx.cost.surface import peak_expression
 from zerofx.errors import UnsupportedError
@@ -41,9 +41,6 @@ from zerofx.torch_private import fake_mode
 
 Inputs = Callable[[int, int], tuple[tuple[Tensor, ...], dict[str, Tensor]]]
 """One batch, for `(batch size, length)`."""
-
-DATACENTER_GPU = machine_of("cuda")
-"""What is assumed of a machine that nobody describes."""
 
 
 @dataclasses.dataclass(frozen=True)
