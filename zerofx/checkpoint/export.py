@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.writer import begin, sync
 from zerofx.errors import CheckpointError
+from zerofx.sharding.weights import INDEX, SINGLE, plain_name
 from zerofx.torch_private import backend_of, storage_key, unwrap_compiled
 
-_INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -120,12 +120,12 @@ def put_weights(partial: Path, folder: Path) -> None:
         sync(folder.parent)
         return
     written = {file.name for file in partial.iterdir()}
-    if _INDEX in written:  # which old files and new ones share names
-        (folder / _INDEX).unlink(missing_ok=True)
-    for name in sorted(written, key=lambda name: (name == _INDEX, name)):
+    if INDEX in written:  # which old files and new ones share names
+        (folder / INDEX).unlink(missing_ok=True)
+    for name in sorted(written, key=lambda name: (name == INDEX, name)):
         (partial / name).replace(folder / name)
     old = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name)} - written
-    for name in sorted(old, key=lambda name: name != _INDEX):
+    for name in sorted(old, key=lambda name: name != INDEX):
         (folder / name).unlink()
     partial.rmdir()
     sync(folder)
@@ -170,17 +170,13 @@ def once(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the state dict, tied ones under their first name only."""
     plain = unwrap_compiled(model)
     first = {id(value): name for name, value in reversed(list(_named(plain)))}
-    again = {_clean(name) for name, value in _named(plain) if first[id(value)] != name}
+    again = {plain_name(name) for name, value in _named(plain) if first[id(value)] != name}
     return {name: value for name, value in _tensors(model).items() if name not in again}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     state = get_model_state_dict(model)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # of submodules that torch.compile wrapped
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -202,7 +198,7 @@ def split(
         groups[-1].append(name)
         held += size
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {
         f"model-{number:05}-of-{len(groups):05}.safetensors": names
         for number, names in enumerate(groups, 1)
@@ -265,7 +261,7 @@ def write_index(
         places = {name: file for file, names in files.items() for name in names}
         num_bytes = sum(_num_bytes(value, dtype) for value in values.values())
         index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_config(folder: Path, model: nn.Module) -> None:

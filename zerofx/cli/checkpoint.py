@@ -72,7 +72,7 @@ def _totals(values: list[Stored]) -> dict[str, Any]:
     return {
         "tensors": len(likes),
         "elements": sum(like.numel() for like in likes),
-        "bytes": sum(like.numel() * like.element_size() for like in likes),
+        "bytes": sum(like.nbytes for like in likes),
         "dtypes": sorted({_show(like.dtype) for like in likes}),
     }
 

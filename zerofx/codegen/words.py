@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from zerofx.codegen import arithmetic
 from zerofx.codegen.arithmetic import Lines
 from zerofx.codegen.expressions import shifted
+from zerofx.codegen.operands import as_int32
 from zerofx.codegen.sections import call, function, indented, over_sources, params_of
 from zerofx.codegen.tiles import WORD, Tiling
 from zerofx.ir.parcels import Codec
@@ -96,8 +97,8 @@ def _coded(out: Codec) -> Lines:
     body += [f"word = {names[-1]}"]
     body += [f"word = word * {1 << out.bits} + {name}" for name in reversed(names[:-1])]
     body += ["# Each with half of its range, and less the bits of 1.5 · 2²³."]
-    body += [f"word += {_int32(signs - arithmetic.ROUND_BITS * places)}"]
-    body += [f"return tl.where(finite, word ^ {_int32(signs)}, 0)"]
+    body += [f"word += {as_int32(signs - arithmetic.ROUND_BITS * places)}"]
+    body += [f"return tl.where(finite, word ^ {as_int32(signs)}, 0)"]
     return function("coded", f"finite, inverse, {', '.join(names)}", body)
 
 
@@ -126,11 +127,6 @@ def _write_blocks(out: Codec, tiling: Tiling) -> Lines:
 
 def _stripes(parts: Sequence[str]) -> list[Sequence[str]]:
     return [parts[begin : begin + WORD] for begin in range(0, len(parts), WORD)]
-
-
-def _int32(number: int) -> int:
-    low = number & 0xFFFFFFFF
-    return low - (1 << 32) if low >> 31 else low
 
 
 _DECODE = '''@triton.jit

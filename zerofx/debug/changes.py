@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -119,20 +120,12 @@ def search(
                 )
             )
     crowded = setting.memory_bytes is not None and base.peak.total > setting.memory_bytes
-    by: Callable[[Change], float] = _memory if crowded else _worth
+    by = operator.attrgetter("memory_gain" if crowded else "worth")
     useful = [c for c in found if (c.memory_gain > 0 if crowded else c.fits and c.worth > 0)]
     best: dict[str, Change] = {}
     for change in sorted(useful, key=by, reverse=True):
         best.setdefault(change.option, change)
     return Search(tuple(best.values())[:3], len(found), tuple(untried))
-
-
-def _worth(change: Change) -> float:
-    return change.worth
-
-
-def _memory(change: Change) -> float:
-    return change.memory_gain
 
 
 def _try(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,8 +179,7 @@ def _costs(
 
 def _counts(trial: _Trial) -> tuple[int, int, int, int]:
     """Programs, collectives, members and kernels of a step."""
-    batch = torch.zeros(2, _WIDTH)
-    rehearsal = rehearse_model(trial.build, lambda: ((torch.zeros_like(batch),), {}), "eager")
+    rehearsal = rehearse_model(trial.build, lambda: ((torch.zeros(2, trial.width),), {}), "eager")
     programs = rehearsal.programs(trial.config, dist.get_world_size())
     silent = gathered_before(programs)
     starts = [s for p in programs for s in p.calls(*STARTS) if s not in silent]
@@ -194,11 +194,8 @@ def _counts(trial: _Trial) -> tuple[int, int, int, int]:
 
 
 def _train(trial: _Trial, device: torch.device, steps: int) -> _Step:
-    config = trial.config
-    options = {
-        name: getattr(config, name) for name in ("inner", "min_shard_numel", "bucket_bytes", "dump")
-    }
     model = trial.build().to(device)
+    options: dict[str, Any] = {"config": trial.config}
     run = torch.compile(model, backend="zero3", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = torch.randn(2, trial.width, device=device)

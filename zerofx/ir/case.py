@@ -46,8 +46,8 @@ class Case:
     """
 
     program: Program
-    done: frozenset[str]
-    final: bool
+    done: frozenset[str] = frozenset()
+    final: bool = False
     budget_bytes: int | None = None
     order: Sequence[str] | None = None
     meanings: Meanings | None = None

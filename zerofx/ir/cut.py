@@ -94,7 +94,7 @@ def _results(joint: Program, forward: Program, backward: Program) -> Iterator[st
     if len(wanted) != len(backward.outputs):
         yield f"backward returns {len(backward.outputs)} gradients of {len(wanted)}"
         return
-    owners, reduced = gradient_owners(joint), Case(backward, frozenset(), False).reduced_as
+    owners, reduced = gradient_owners(joint), Case(backward).reduced_as
     for place, (old, new) in enumerate(zip(wanted, backward.outputs, strict=True)):
         if (old is None) != (new is None):
             yield f"gradient {place} ({owners[place] or 'of an input'}) is missing in one program"

@@ -191,6 +191,5 @@ class Meanings:
 
 def _is_once(node: fx.Node) -> bool:
     """Whether to do it again is another thing; collectives of the model's return the same again."""
-    ours = node.op != "call_function" or node.target in ops.PROGRAM_OPS
     collective = getattr(node.target, "namespace", "") == "_c10d_functional"
-    return not ours and not collective and is_impure(node)
+    return ops.computes(node) and not collective and is_impure(node)

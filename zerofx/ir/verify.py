@@ -47,12 +47,12 @@ def verify(
 
 def collective_order(program: Program) -> tuple[str, ...]:
     """The collectives of a program in the order in which ranks issue them."""
-    return Case(program, frozenset(), False).collectives
+    return Case(program).collectives
 
 
 def peak_full_bytes(program: Program) -> int:
     """Most bytes of gathered values that are live at once, from start of a gather to its free."""
-    return Case(program, frozenset(), False).peak()[0]
+    return Case(program).peak()[0]
 
 
 def _error(

@@ -7,7 +7,7 @@ import bisect
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from zerofx.ir.ops import PROGRAM_OPS
+from zerofx.ir.ops import computes
 from zerofx.ir.program import Program
 from zerofx.ir.view import aliased_inputs, positions
 
@@ -56,7 +56,7 @@ def is_matrix_kernel(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target in PROGRAM_OPS:
+    if not computes(node):
         return False
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:

@@ -230,7 +230,7 @@ def _groups(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
 
     To copy a small one costs less than a message of its own.
     """
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    sizes = [tensor.nbytes for tensor in tensors]
     large = [[member] for member, size in enumerate(sizes) if not 0 < size <= limit]
     small = [member for member, size in enumerate(sizes) if 0 < size <= limit]
     return [*large, *_by_dtype(tensors, small)]

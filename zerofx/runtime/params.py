@@ -214,8 +214,8 @@ def make_state(
         param_dtype=param_dtype,
     )
     buffer, shard = allocate(spec, domain.shard_rank, like)
-    resident = buffer is not None and spec.layout.resident
-    fill(shard, buffer[: spec.numel] if resident and buffer is not None else None)
+    resident = buffer[: spec.numel] if spec.layout.resident and buffer is not None else None
+    fill(shard, resident)
     made = as_dtensor(shard, full_shape, domain)
     if holder is None:
         holder = nn.Parameter(made, requires_grad=requires_grad)

@@ -19,8 +19,8 @@ from zerofx.runtime.session import Session
 from zerofx.sharding import materialise
 from zerofx.sharding.rows import row_range
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class Weights:
@@ -124,10 +124,14 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
         own.update({key: each for key, each in module._buffers.items() if key not in skipped})
         for key, value in own.items():
             if value is not None:
-                name = f"{path}.{key}" if path else key
-                name = name.replace("_orig_mod.", "")  # of parts that torch.compile wrapped
+                name = plain_name(f"{path}.{key}" if path else key)
                 found.setdefault(id(value), ([], value))[0].append(name)
     return list(found.values())
+
+
+def plain_name(name: str) -> str:
+    """A name in a model without what torch.compile adds where it wrapped submodules."""
+    return name.replace("_orig_mod.", "")
 
 
 @contextlib.contextmanager
@@ -151,12 +155,12 @@ def files_of(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    if (path / _INDEX).is_file():
-        places = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    if (path / INDEX).is_file():
+        places = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return [path / file for file in sorted(set(places.values()))]
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
     raise CheckpointError(
-        f"{path} is no safetensors file, and holds neither {_SINGLE} nor {_INDEX}",
+        f"{path} is no safetensors file, and holds neither {SINGLE} nor {INDEX}",
         "pass the file, or the folder that save_pretrained or export_safetensors wrote",
     )

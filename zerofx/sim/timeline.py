@@ -49,7 +49,7 @@ class Timeline:
         spans: kernels, collectives and stalls, in order of issue.
         issued: when each node's turn came.
         exposed: for each wait at which compute stops, how long.
-        seconds: when the last of both streams is done.
+        seconds: when computation and link are done.
     """
 
     spans: tuple[Span, ...]
@@ -124,22 +124,19 @@ def simulate(
             now = launched
         issued[node] = now
         coding = 0.0 if computes(node) else codes(node)
-        if is_start(node):
-            if coding:
-                spans.append(Span(node, "compute", now, now + coding))
-                now += coding
-            begin = max(now, link_free)
-            done[node] = link_free = begin + took
-            spans.append(Span(node, "link", begin, link_free))
-        elif is_wait(node):
+        if is_wait(node):
             late = done[started_by(node)] - now
             if late > 0:
                 exposed.append((node, late))
                 spans.append(Span(node, "stall", now, now + late))
                 now += late
-            if coding:
-                spans.append(Span(node, "compute", now, now + coding))
-                now += coding
+        if coding:
+            spans.append(Span(node, "compute", now, now + coding))
+            now += coding
+        if is_start(node):
+            begin = max(now, link_free)
+            done[node] = link_free = begin + took
+            spans.append(Span(node, "link", begin, link_free))
         elif computes(node):
             lost = _lost(took, link_free - now, host.contention)
             if lost:
