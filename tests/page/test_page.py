@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.page.browser import Tab
-from tests.page.dumps import dump_gpt
+from tests.page.dumps import CPU, dump_gpt
+from zerofx.cost.host import Host
 from zerofx.frontend.rehearsal import Rehearsal
 
 ORANGE = {"light": (0xE6, 0x9F, 0x00), "dark": (0xEE, 0xB0, 0x2C)}
@@ -101,6 +103,29 @@ def test_hover_tells_and_click_leads_to_the_node(tab: Tab, pages: dict[int, Path
     focused = tab.run("document.activeElement.dataset.name")
     assert focused.startswith("reduce.")
     assert tab.run("document.getElementById('by-region').value") == "backward"
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [(Host(kernel=1e-3), "waits to be launched"), (Host(contention=0.5), "slowed by the link")],
+)
+def test_hover_says_why_computation_stands_still(
+    tab: Tab, gpt: Rehearsal, tmp_path: Path, host: Host, words: str
+) -> None:
+    dump_gpt(tmp_path, gpt, machine=dataclasses.replace(CPU, host=host))
+    tab.open(tmp_path / "report.html")
+    forward, backward = (each["timeline"] for each in _report(tmp_path / "report.html")["programs"])
+    still = [span for span in forward["spans"] if span["stream"] in ("host", "slow")]
+    span = max(still, key=lambda each: each["end"] - each["begin"])
+    tab.run("document.getElementById('chart').scrollIntoView({block: 'center'})")
+    x, y, width = tab.run(
+        "(() => { const r = document.querySelector('#lanes rect.lane').getBoundingClientRect();"
+        "return [r.x, r.y + r.height / 2, r.width]; })()"
+    )
+    middle = (span["begin"] + span["end"]) / 2 / (forward["seconds"] + backward["seconds"])
+    tab.move(x + middle * width, y)
+    tip = _text(tab, "#tip")
+    assert words in tip and "undefined" not in tip
 
 
 def test_program_table_filters(tab: Tab, pages: dict[int, Path]) -> None:
