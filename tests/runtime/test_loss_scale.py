@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pickle
 from typing import Any
@@ -110,30 +111,46 @@ class _Mixed(nn.Module):
         return self.small.sum() + (self.large.float() * weights).sum()
 
 
-def _overflow_of_one_rank(row: int) -> tuple[list[float], list[bool]]:
-    model = _Mixed()
+def _scaled(*, fused: bool, ours: bool) -> tuple[Any, Any]:
+    """What makes an optimizer, and a scaler."""
+    make = FixedScaler if ours else torch.amp.GradScaler
+    return functools.partial(torch.optim.SGD, lr=1.0, fused=fused), make("cpu", 1.0)
+
+
+def _overflow_of_one_rank(
+    row: int, fused: bool = False, ours: bool = True, low: Any = torch.bfloat16
+) -> tuple[list[float], list[bool]]:
+    model, plain = _Mixed(), torch.zeros((), requires_grad=True)
     config = zerofx.ZeroConfig(
-        inner="eager", min_shard_numel=8, param_dtype=torch.bfloat16, cast_forward_inputs=False
+        inner="eager", min_shard_numel=8, param_dtype=low, cast_forward_inputs=False
     )
     zerofx.shard(model, config)
     run: Any = torch.compile(model, backend="zero3", options={"config": config})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler, skipped = FixedScaler("cpu"), []
+    make, scaler = _scaled(fused=fused, ours=ours)
+    optimizer, skipped = make([*model.parameters(), plain]), []
     for bad in (False, True):
         weights = torch.ones(8, 4)
         if bad:
             weights[row] = torch.inf
-        scaler.scale(run(weights)).backward()
+        scaler.scale(run(weights) + plain).backward()
+        before = plain.item()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        skipped.append(scaler.skipped)
+        skipped.append(plain.item() == before)
     return [full(p).sum().item() for p in model.parameters()], skipped
 
 
 @pytest.mark.parametrize("row", [0, 7])
 def test_an_overflow_in_bf16_on_one_rank_makes_all_skip(row: int) -> None:
     for sums, skipped in run_ranks(2, _overflow_of_one_rank, row):
+        assert sums == [0.0, 0.0] and skipped == [False, True]
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, None])
+@pytest.mark.parametrize(("fused", "ours"), [(False, False), (True, False), (True, True)])
+def test_so_do_torchs_scaler_and_fused_optimizers(fused: bool, ours: bool, low: Any) -> None:
+    for sums, skipped in run_ranks(2, _overflow_of_one_rank, 7, fused, ours, low):
         assert sums == [0.0, 0.0] and skipped == [False, True]
 
 

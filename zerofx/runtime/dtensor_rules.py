@@ -31,6 +31,7 @@ from zerofx.torch_private import (
     compute_pointwise,
     count_foreach_writes,
     find_extremes,
+    find_overflow_of_all,
     follow_views,
     foreach_by_default,
     read_scalars_whole,
@@ -45,6 +46,7 @@ count_foreach_writes(note_cleared, copied_among)
 compute_pointwise()
 update_local_tensors()
 foreach_by_default(*KINDS)
+find_overflow_of_all()
 
 
 def _global_value(number: DTensor) -> Tensor:

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 
 from zerofx.errors import ConfigError, LossScaleError
-from zerofx.runtime.handles import live_sessions
-from zerofx.runtime.ownership import states_of
-from zerofx.runtime.params import params_of
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -34,12 +31,6 @@ class FixedScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, init_scale, enabled=enabled)
         self.skipped = False
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's; all ranks find what one rank finds, whichever gradient is first."""
-        if self.is_enabled():
-            _agree(optimizer)
-        super().unscale_(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's, with the rule of this class for the next scale."""
@@ -133,10 +124,3 @@ class GradScaler(FixedScaler):
                 "look for infinite or NaN values in the model or its data, or lower min_scale",
             )
         return max(scale * self.get_backoff_factor(), self._min_scale)
-
-
-def _agree(optimizer: torch.optim.Optimizer) -> None:
-    """Show an overflow in any rank's shards to all ranks; see `zerofx.runtime.overflow`."""
-    params = params_of(optimizer)
-    for session in live_sessions():
-        session.share_overflow(state.param for state in states_of(params, session.states))

@@ -1,8 +1,8 @@
 """A gradient that overflows on one rank does so on all.
 
-`torch.amp.GradScaler` skips a step if it finds a value that is not finite. Over `DTensor`s torch
-asks all ranks, but only if the first gradient of the optimizer is sharded: with a replicated one
-first each rank decides alone (torch 2.11 to 2.13), and parameters would drift apart.
+`torch.amp.GradScaler` skips a step if it finds a value that is not finite. It finds what any rank
+finds if the optimizer has a sharded parameter (`find_overflow_of_all`); an optimizer of replicated
+ones alone would step beside one that skips.
 """
 
 from __future__ import annotations

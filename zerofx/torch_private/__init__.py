@@ -69,6 +69,7 @@ from zerofx.torch_private.extremes import find_extremes
 from zerofx.torch_private.foreach import (
     compute_pointwise,
     count_foreach_writes,
+    find_overflow_of_all,
     foreach_by_default,
     update_local_tensors,
 )
@@ -170,6 +171,7 @@ __all__ = [
     "fake_mode_of",
     "fake_shard",
     "find_extremes",
+    "find_overflow_of_all",
     "follow_views",
     "for_parts",
     "foreach_by_default",

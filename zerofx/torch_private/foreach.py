@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 
-from zerofx.torch_private.handlers import HANDLERS, operation, operation_names
+from zerofx.torch_private.handlers import HANDLERS, operation, operation_names, torchs_way
 
 _BOUNDS = {
     "maximum": "clamp_min",
@@ -61,6 +61,30 @@ def foreach_by_default(*kinds: type[DTensor]) -> None:
     """Let optimizers and clipping take `foreach` on GPUs, as they do for `DTensor` itself."""
     for supported in (_OF_OPTIMIZERS, _OF_CLIPPING):
         supported.extend(kinds)
+
+
+def find_overflow_of_all() -> None:
+    """Let scalers of losses find on all ranks what one finds.
+
+    torch asks along the axes that split the first gradient, so the first is one that is split.
+    """
+    check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    otherwise = HANDLERS.get(check, torchs_way)
+
+    def look(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        grads, *others = args
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for grad in sorted(grads, key=_num_whole_axes):
+            by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+        op(by_mesh.pop(None, []), *others, **kwargs)  # plain ones: a temperature
+        for group in by_mesh.values():
+            otherwise(op, (group, *others), kwargs)
+
+    HANDLERS[check] = look
+
+
+def _num_whole_axes(grad: Tensor) -> int:
+    return sum(how.is_replicate() for how in getattr(grad, "placements", ()))
 
 
 def _ops(prefix: str) -> Iterator[tuple[str, Any]]:
