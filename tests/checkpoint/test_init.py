@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.contract.loops import refused
 from tests.models import Mlp
 from tests.ranks import run_ranks
 from zerofx.errors import DivergedError, UnsupportedError
+from zerofx.sharding import materialise, shard
 
 
 class Custom(nn.Module):
@@ -160,6 +162,54 @@ def _from_rank_zero() -> None:
 
 def test_values_of_rank_0_alone() -> None:
     run_ranks(2, _from_rank_zero)
+
+
+def _on_two_kinds() -> None:
+    elsewhere = "cpu" if dist.get_rank() == 0 else "meta"  # as an accelerator that differs
+    with torch.device(elsewhere):
+        model = Mlp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materialise, "default_device", lambda: torch.device("meta"))
+        with refused("on devices of type meta", kind=DivergedError):
+            zerofx.shard(model, sharded_by(3))
+
+
+def test_devices_of_two_kinds_are_refused() -> None:
+    run_ranks(2, _on_two_kinds)
+
+
+def test_buffers_that_constructors_computed_move_with_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def put(model: nn.Module, values: dict[int, Tensor]) -> None:
+        seen.append({values[id(buffer)].device.type for buffer in model.buffers()})
+
+    seen: list[set[str]] = []
+    session = SimpleNamespace(device=torch.device("meta"), world=SimpleNamespace(size=1))
+    session.buffers = SimpleNamespace(agree=list)
+    monkeypatch.setattr(materialise, "put_buffers", put)
+    with zerofx.meta_init():
+        model = Custom()
+    real = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
+    assert "angles" in real and "mask" not in real
+    shard._broadcast_buffers(model, session, moves=True)  # type: ignore[arg-type]
+    assert seen == [{"meta"}]
+
+
+def test_each_rank_takes_its_own_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    for name, value in (("is_available", True), ("current_device_index", 0)):
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    kind = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(chosen))
+    assert materialise.default_device().type == "cuda" and not chosen
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    materialise.default_device()
+    materialise.default_device()
+    assert chosen == [3], "a choice is not changed"
 
 
 def _asked() -> None:

@@ -57,7 +57,9 @@ def agree_on_network(
 
     Raises:
         ConfigError: that rank's table cannot be read.
+        DivergedError: ranks have the model on devices of several types.
     """
+    journal.compare_plans(f"on devices of type {device.type}")  # which gives backends
     local = ranks_of_a_node(config.ranks_per_node, dist.get_world_size())
     ranks_per_node = int(journal.from_first_rank(lambda: str(local)))
     comm = make_comm(mesh.get_group(mesh.ndim - 1), device, ranks_per_node)

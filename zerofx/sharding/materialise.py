@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -44,10 +45,13 @@ def meta_init(device: str | torch.device | None = None) -> Iterator[None]:
 
 
 def default_device() -> torch.device:
-    """The current accelerator, or the CPU."""
+    """The current accelerator, or the CPU; where none was chosen yet, that of this local rank."""
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
+        local = os.environ.get("LOCAL_RANK")
+        if kind.type == "cuda" and local is not None and not torch.cuda.is_initialized():
+            torch.cuda.set_device(int(local) % torch.cuda.device_count())
         return torch.device(kind.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
 

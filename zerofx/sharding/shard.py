@@ -97,8 +97,9 @@ def shard_model(
         )
     given = _first_rank_has_values(model, session)
     _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes, given)
+    moves = bool(materialise.on_meta(model))  # what constructors computed is on the CPU yet
     rows = {} if given else make_values(model, session)
-    _broadcast_buffers(model, session)
+    _broadcast_buffers(model, session, moves=moves)
     dtypes = param_dtypes(model, config.param_dtype)
 
     def sharded(key: int, old: nn.Parameter) -> ParamState:
@@ -199,9 +200,12 @@ def _compare_plans(
     session.journal.compare_plans("\n".join(lines))
 
 
-def _broadcast_buffers(model: nn.Module, session: Session) -> None:
-    empty = {id(buffer): _empty(buffer, session) for buffer in model.buffers() if buffer.is_meta}
-    materialise.put_buffers(model, empty)
+def _broadcast_buffers(model: nn.Module, session: Session, *, moves: bool) -> None:
+    put = {id(buffer): _empty(buffer, session) for buffer in model.buffers() if buffer.is_meta}
+    if moves:
+        real = (buffer for buffer in model.buffers() if id(buffer) not in put)
+        put.update((id(buffer), buffer.to(session.device)) for buffer in real)
+    materialise.put_buffers(model, put)
     for buffer in model.buffers():
         _from_first_rank(buffer, session)
     session.buffers.agree(model.buffers())
