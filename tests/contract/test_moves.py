@@ -8,11 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zerofx
-from tests.contract.loops import FAST, STAGES, close, compiled, data, full, net, same, sgd, twin
+from tests.contract.loops import (
+    FAST,
+    STAGES,
+    close,
+    compiled,
+    data,
+    full,
+    net,
+    refused,
+    same,
+    sgd,
+    twin,
+)
 from tests.ranks import run_ranks
+from zerofx.errors import ShardingError, UnsupportedError
+from zerofx.sharding import materialise
+from zerofx.sharding.shard import session_of
 
 
 def _hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
@@ -38,6 +54,29 @@ def _hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
 def test_parameters_keep_their_hooks(stage: int, grad_dtype: torch.dtype | None) -> None:
     run_ranks(2, _hooks, stage, grad_dtype)
+
+
+def _moved_too_late() -> None:
+    model = net()
+    run = torch.compile(model, backend="zero3", options=FAST)
+    run(*data(0)).backward()
+    session = session_of(model)
+    assert session is not None
+    session.device = torch.device("cuda")  # as if it came from there
+    model.double()
+    for _ in range(2):
+        with refused("sharded on cuda and moved to cpu", "before its first", kind=ShardingError):
+            run(*data(0, dtype=torch.float64))
+    model = net().to("meta")
+    config = zerofx.ZeroConfig(mesh=init_device_mesh("cpu", (2,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materialise, "default_device", lambda: torch.device("meta"))
+        with refused("is on meta", "of type cpu", kind=UnsupportedError):
+            zerofx.shard(model, config)
+
+
+def test_a_move_to_another_type_of_device_is_refused() -> None:
+    run_ranks(2, _moved_too_late)
 
 
 def _held_back(stage: int) -> None:

@@ -17,6 +17,7 @@ from tests.contract.loops import refused
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError, DivergedError, ShardingError
 from zerofx.integrations.tensor_parallel import TensorParallel, export_joined
+from zerofx.integrations.tensor_parallel import parts as parts_module
 from zerofx.integrations.tensor_parallel.rules import rules_of
 
 SPECS: list[dict[str, Any]] = [
@@ -47,6 +48,19 @@ def _divided(parts: TensorParallel | None = None) -> tuple[Any, TensorParallel, 
     torch._dynamo.reset()
     options = {"mesh": parts.mesh["data"], "inner": "eager", "min_shard_numel": 0}
     return model, parts, torch.compile(model, backend="zero3", options=options)
+
+
+def test_the_mesh_of_a_process_group_whose_backend_was_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts_module, "init_device_mesh", lambda kind, *_, **__: kind)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert TensorParallel(1).mesh == "cpu"
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")  # with GPUs
+        assert TensorParallel(1).mesh == "cuda"
+    finally:
+        dist.destroy_process_group()
 
 
 def _clipped() -> list[float]:

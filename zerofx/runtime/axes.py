@@ -154,7 +154,8 @@ def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     """The mesh that was asked for; by default all ranks in a row.
 
     Raises:
-        UnsupportedError: there is no process group, or it cannot be divided so.
+        UnsupportedError: there is no process group, it cannot be divided so, or the mesh is not of
+            the model's type of device.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UnsupportedError(
@@ -165,6 +166,12 @@ def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     if dist.get_backend() == "mpi":
         raise UnsupportedError("the MPI backend is not supported", 'use "nccl" or "gloo"')
     if config.mesh is not None:
+        if config.mesh.device_type != device.type:
+            raise UnsupportedError(
+                f"the model is on {device.type}, and the mesh is of type {config.mesh.device_type}",
+                "move the model to the mesh's type of device before its first forward, or make a "
+                f'mesh of type "{device.type}"',
+            )
         return config.mesh
     num_ranks = dist.get_world_size()
     replicas = replicas_of(config, num_ranks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from zerofx.errors import ShardingError
 from zerofx.ir.spec import Layout, Region
 from zerofx.runtime import collectives
 from zerofx.runtime.bucket import BucketGather, name_of
@@ -70,6 +71,10 @@ class Domain:
 
         Storage identifies a shard, also one without rows, which may have no address. It changes
         under `.to()` or `load_state_dict(assign=True)`: then all parameters are looked at once.
+
+        Raises:
+            ShardingError: they are on a device of another type, which the model's groups, and how
+                it waits for them, are not for.
         """
         key = storage_key(shard)
         state = self._by_storage.get(key)
@@ -78,9 +83,20 @@ class Domain:
         self._by_storage.clear()
         for other in self.session.states:
             if other.domain is self:
+                self._refuse_moved(other)
                 other.rehouse()
                 self.register(other)
         return self._by_storage.get(key)
+
+    def _refuse_moved(self, state: ParamState) -> None:
+        now, then = state.shard.device.type, self.session.device.type
+        if now != then:
+            raise ShardingError(
+                f"the model was sharded on {then} and moved to {now} since",
+                "move it before its first forward, or before zerofx.shard; of one that is built "
+                "inside meta_init, say where it will live: zerofx.meta_init(device)",
+                [state.spec.name],
+            )
 
     def unshard_start(
         self,

@@ -79,7 +79,7 @@ class TensorParallel:
                 "change one of them",
             )
         shape = (dist.get_world_size() // self.size, self.size)
-        kind = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         return init_device_mesh(kind, shape, mesh_dim_names=("data", "model"))
 
     @property
