@@ -13,6 +13,7 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import UnsupportedError
 from zerofx.ir.spec import Layout
 from zerofx.runtime.comm import Comm
+from zerofx.runtime.members import new_group
 from zerofx.runtime.network import Network
 from zerofx.runtime.secondary import check_nodes, node_comm
 
@@ -40,10 +41,7 @@ class Axes:
         """The ranks that share this rank's sequences; they call this together."""
         ranks = self.world.ranks
         start = self.world.rank // self.sharing * self.sharing
-        group = list(ranks[start : start + self.sharing])
-        made = dist.new_group(group, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+        return new_group(ranks[start : start + self.sharing])
 
 
 def make_axes(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.errors import UnsupportedError
-from zerofx.torch_private import live_ranks
+from zerofx.torch_private import live_ranks, new_local_group
 
 _idle: dict[str, tuple[object, dist.ProcessGroup]] = {}
 _numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -38,12 +38,14 @@ def members(mesh: DeviceMesh | None) -> list[int]:
     return live_ranks(ranks_of(mesh))
 
 
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A new group of `ranks`, which all call this and no others; by default of the same backend."""
+    return new_local_group(ranks, new_key("group", ranks), backend)
+
+
 def gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A new group of `ranks`, which all call this, for what the host asks or a thread sends."""
-    some = len(ranks) < dist.get_world_size()
-    made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=some)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    """As `new_group`, for what the host asks or a thread sends."""
+    return new_group(ranks, "gloo")
 
 
 def idle_groups(ranks: Sequence[int]) -> list[str]:

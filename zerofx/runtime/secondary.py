@@ -6,13 +6,13 @@ import dataclasses
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.comm import algorithms_for
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.comm import Comm
+from zerofx.runtime.members import new_group
 from zerofx.runtime.params import ParamState
 
 
@@ -123,7 +123,5 @@ def node_comm(comm: Comm, device: torch.device) -> Comm:
     algorithms = algorithms_for(comm.backend, device.type, size, size)
     group = comm.group
     if algorithms.all_gather == "native":
-        made = dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        group = made
+        group = new_group(ranks)
     return Comm(group, comm.backend, comm.column, ranks, algorithms, size)

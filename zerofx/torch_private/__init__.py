@@ -63,6 +63,7 @@ from zerofx.torch_private.distributed import (
     is_broken_connection,
     is_message,
     live_ranks,
+    new_local_group,
     reduce_scatter_flat,
 )
 from zerofx.torch_private.extremes import find_extremes
@@ -220,6 +221,7 @@ __all__ = [
     "must_save_tag",
     "name_of",
     "nccl_seconds",
+    "new_local_group",
     "of_first",
     "orders_effects",
     "own_part",

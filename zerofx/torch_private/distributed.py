@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,29 @@ def reduce_scatter_flat(out: Tensor, full: Tensor, op: Any, group: dist.ProcessG
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend that serves `device`; `get_backend` says "undefined" for defaults."""
     return group._get_backend(device).name()
+
+
+def new_local_group(
+    ranks: Sequence[int], name: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A new group of `ranks`, which alone call this, under a name that they agree on.
+
+    torch names such a group by the number of those that this rank is in already, and hangs if it is
+    not the same on all. If the default group is bound to a device, it splits that one's
+    communicator, which waits for the ranks that are not in the new one.
+    """
+    world, module = dist.group.WORLD, dist.distributed_c10d
+    assert world is not None
+    device, torchs_names = world.bound_device_id, module._process_group_name
+    world.bound_device_id = None
+    module._process_group_name = lambda *_, **__: name
+    try:
+        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    finally:
+        module._process_group_name = torchs_names
+        world.bound_device_id = device
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def default_store() -> dist.Store:
