@@ -29,6 +29,7 @@ from tests.contract.loops import (
     twin,
 )
 from tests.ranks import run_ranks
+from zerofx.frontend import step_guard
 
 
 def _clipped(stage: int) -> None:
@@ -231,3 +232,13 @@ def test_ranks_with_other_rows_take_no_compiled_step_of_each_other() -> None:
     assert any(shape != theirs for (shape, _), (theirs, _) in zip(one, other, strict=True))
     for (shape, key), (theirs, another) in zip(one, other, strict=True):
         assert (key == another) is (shape == theirs)
+
+
+def test_a_rate_on_a_gpu_is_not_read() -> None:
+    """The host would wait for it; a tensor without memory cannot be read at all."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.0)
+    for rate, applies in ((0.0, False), (torch.tensor(0.0), False), (torch.tensor(0.1), True)):
+        optimizer.param_groups[0]["lr"] = rate
+        assert step_guard._applies(optimizer) is applies
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0, device="meta")
+    assert step_guard._applies(optimizer)

@@ -17,6 +17,7 @@ from tests.dumps.everything import SEED, batch, local, model, step
 from tests.ranks import run_ranks
 from tests.scripts import run_script
 from zerofx.frontend import plain_ops
+from zerofx.frontend.standalone import _PlainGraph
 
 
 def _save(folder: Path, value: Any) -> None:
@@ -90,6 +91,13 @@ def test_a_program_without_its_arguments_says_what_it_takes(
     monkeypatch.setattr(sys, "argv", ["program.py", "inputs"])
     with pytest.raises(SystemExit, match=r"^usage: torchrun .* INPUTS OUTPUTS"):
         plain_ops.run(None, SimpleNamespace())
+
+
+def test_every_rank_runs_it_on_its_own_device() -> None:
+    """Rank 0's, `cuda:0`, is named nowhere."""
+    graph = object.__new__(_PlainGraph)
+    named = {"size": (2, 3), "device": torch.device("cuda", 0)}
+    assert graph._mapped(named) == {"size": (2, 3), "device": torch.device("cuda")}
 
 
 def _compared(ranks: int, stage: int, options: dict[str, Any], tmp_path: Path) -> list[str]:

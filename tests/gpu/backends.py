@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 GLOO = "cpu:gloo,cuda:gloo"
 NCCL = "cpu:gloo,cuda:nccl"
-"""What `init_process_group()` makes on a machine with GPUs."""
+"""Also for what is on the host; `init_process_group()` makes NCCL alone where there are GPUs."""
 
 NEEDS_CUDA = [
     pytest.mark.gpu,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, serialization
 from torch.optim import Optimizer
 
 from tests.contract.loops import compiled, full, refused
@@ -23,6 +24,7 @@ from tests.runtime.owned import (
 )
 from zerofx import OwnerOptimizer, checkpoint
 from zerofx.errors import ShardingError, UnsupportedError
+from zerofx.runtime import owner_options
 
 COUNTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "group": lambda saved: saved["param_groups"][0]["count"],
@@ -163,3 +165,23 @@ def test_optimizers_that_do_not_fit_are_refused(where: str, message: str) -> Non
 def test_what_is_no_class_that_fits_is_refused(given: Any, message: str) -> None:
     with refused(message, kind=ShardingError):
         OwnerOptimizer(make_model().parameters(), given, lr=0.1)
+
+
+def _told() -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        restore, asked = serialization.default_restore_location, []
+        patch.setattr(
+            serialization,
+            "default_restore_location",
+            lambda storage, kind: asked.append(kind) or restore(storage, "cpu"),
+        )
+        owner_options._on_own_device(torch.ones(1).untyped_storage(), "cuda:3")
+    rank = dist.get_rank()
+    comm: Any = SimpleNamespace(size=2, group=dist.group.WORLD)
+    return [asked, owner_options.tell({"step": torch.tensor(rank), "names": [rank]}, comm)]
+
+
+def test_tensors_arrive_on_the_device_of_the_rank_that_hears_of_them() -> None:
+    """And not on that of the rank that sends them: `step` is on the GPU with `capturable`."""
+    told = [{"step": torch.tensor(rank), "names": [rank]} for rank in range(2)]
+    assert run_ranks(2, _told) == [[["cuda"], told]] * 2

@@ -7,6 +7,7 @@ reused: these functions say what the nodes of a program mean, and run to show th
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,8 @@ def run(program: Any, constants: SimpleNamespace) -> None:
     if len(sys.argv) not in (3, 4):
         sys.exit("usage: torchrun --nproc-per-node RANKS program.py INPUTS OUTPUTS [SEED]")
     inputs, outputs = map(Path, sys.argv[1:3])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     name = f"rank{dist.get_rank()}.pt"
     given = torch.load(inputs / name, weights_only=False)

@@ -248,11 +248,20 @@ class _PlainGraph:
                 "read the text of the program instead",
                 [node.name],
             )
-        return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device={str(value.device)!r})"
+        return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device={value.device.type!r})"
 
     def _mapped(self, args: Any) -> Any:
-        """Arguments of the new graph; nodes that were made for it stay."""
-        return fx.map_arg(args, lambda node: self._copies.get(node, node))
+        """Arguments of the new graph; nodes that were made for it stay.
+
+        Every rank runs it on a device of its own.
+        """
+
+        def mapped(arg: Any) -> Any:
+            if isinstance(arg, torch.device):
+                return torch.device(arg.type)
+            return self._copies.get(arg, arg) if isinstance(arg, fx.Node) else arg
+
+        return fx.node.map_aggregate(args, mapped)
 
 
 def _codes_text() -> str:

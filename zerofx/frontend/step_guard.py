@@ -122,8 +122,12 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _applies(optimizer: Optimizer) -> bool:
-    """With learning rates of zero torch makes optimizer state before a checkpoint is loaded."""
-    return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
+    """With learning rates of zero torch makes optimizer state before a checkpoint is loaded.
+
+    One on a GPU counts as another: the host would wait for its number at every step.
+    """
+    rates = [group.get("lr", 1) for group in optimizer.param_groups]
+    return any((isinstance(rate, Tensor) and not rate.is_cpu) or rate != 0 for rate in rates)
 
 
 def _written_idly(optimizer: Optimizer, params: list[Tensor]) -> list[ParamState]:

@@ -139,8 +139,9 @@ class BufferSync:
         # Hashes of numbers are the same in all processes.
         shapes = hash(tuple((*each.shape, each.dtype.itemsize) for each in buffers))
         flag = torch.tensor([changed, shapes, ~shapes], dtype=torch.int64, device="cpu")
-        with session.recorded("all_reduce", "whether buffers changed") as wait:
-            wait(dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        with session.recorded("all_reduce", "whether buffers changed"):
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            session.watch.wait(work)  # on the CPU, wherever the model is
         anywhere, most, least = flag.tolist()
         self._changes = self._changes or bool(anywhere)
         return bool(anywhere), most == ~least

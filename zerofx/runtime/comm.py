@@ -108,7 +108,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
             f"the model is on {device.type}, which the process group does not serve "
             f"({dist.get_backend_config(group)})",
             "move the model to this rank's device before its first forward: model.to(device); or "
-            "leave the backend out: torch.distributed.init_process_group()",
+            'ask for backends of both: init_process_group("cpu:gloo,cuda:nccl")',
         )
     return backend_of(group, device)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -119,10 +120,23 @@ def same(one: Any, other: Any) -> bool:
 
 
 def tell(mine: Any, comm: Comm) -> list[Any]:
-    """What every rank along an axis passes; all of them must call this."""
+    """What every rank along an axis passes; all of them must call this.
+
+    Tensors arrive on a device of the kind that they come from, but on this rank's.
+    """
+    packed = io.BytesIO()
+    torch.save(mine, packed)
     told: list[Any] = [None] * comm.size
-    dist.all_gather_object(told, mine, group=comm.group)
-    return told
+    dist.all_gather_object(told, packed.getvalue(), group=comm.group)
+    return [
+        torch.load(io.BytesIO(each), map_location=_on_own_device, weights_only=False)
+        for each in told
+    ]
+
+
+def _on_own_device(storage: torch.UntypedStorage, sender: str) -> Any:
+    kind = torch.device(sender).type
+    return torch.serialization.default_restore_location(storage, kind)
 
 
 def merged(told: Sequence[Written]) -> list[dict[Any, Any]]:
