@@ -141,3 +141,15 @@ def test_owners(backend: str) -> None:
     for got, want in pairs:
         for ours, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
+
+
+def computed_buffers() -> None:
+    with zerofx.meta_init():
+        model = nn.BatchNorm1d(4)
+        model.register_buffer("angles", torch.arange(4.0))
+    zerofx.shard(model, zerofx.ZeroConfig(stage=3))
+    assert {buffer.device.type for buffer in model.buffers()} == {"cuda"}
+
+
+def test_computed_buffers_of_meta_init(backend: str) -> None:
+    run_ranks(2, computed_buffers, timeout=240, backend=backend)

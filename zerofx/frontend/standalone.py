@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from zerofx.errors import UnsupportedError
 from zerofx.frontend import plain_codes, plain_ops
@@ -251,17 +252,14 @@ class _PlainGraph:
         return f"torch.tensor({value.tolist()}, dtype={value.dtype}, device={value.device.type!r})"
 
     def _mapped(self, args: Any) -> Any:
-        """Arguments of the new graph; nodes that were made for it stay.
-
-        Every rank runs it on a device of its own.
-        """
+        """Arguments of the new graph, on each rank's own device; nodes made for it stay."""
 
         def mapped(arg: Any) -> Any:
             if isinstance(arg, torch.device):
                 return torch.device(arg.type)
             return self._copies.get(arg, arg) if isinstance(arg, fx.Node) else arg
 
-        return fx.node.map_aggregate(args, mapped)
+        return map_aggregate(args, mapped)
 
 
 def _codes_text() -> str:

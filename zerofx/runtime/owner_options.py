@@ -134,7 +134,7 @@ def tell(mine: Any, comm: Comm) -> list[Any]:
     ]
 
 
-def _on_own_device(storage: torch.UntypedStorage, sender: str) -> Any:
+def _on_own_device(storage: Any, sender: str) -> Any:
     kind = torch.device(sender).type
     return torch.serialization.default_restore_location(storage, kind)
 

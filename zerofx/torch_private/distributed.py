@@ -51,7 +51,8 @@ def new_local_group(
     not the same on all. If the default group is bound to a device, it splits that one's
     communicator, which waits for the ranks that are not in the new one.
     """
-    world, module = dist.group.WORLD, dist.distributed_c10d
+    module: Any = dist.distributed_c10d
+    world = dist.group.WORLD
     assert world is not None
     device, torchs_names = world.bound_device_id, module._process_group_name
     world.bound_device_id = None
