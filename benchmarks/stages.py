@@ -52,7 +52,7 @@ def draw() -> str:
 
 def main() -> None:
     """Write it to a file."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Draws what a rank holds at each stage.")
     parser.add_argument("file", type=Path)
     parser.parse_args().file.write_text(draw(), encoding="utf-8")
 

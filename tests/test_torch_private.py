@@ -34,7 +34,6 @@ OWNERS = {
     "_get_op_type": "torch.distributed.Work",
     "_optimizer_step_post_hooks": None,  # every torch.optim.Optimizer has it once it is made
     "_optimizer_step_pre_hooks": None,
-    "_process_group_name": "torch.distributed.distributed_c10d",
     "_raw_saved_tensors": "torch.autograd.function.BackwardCFunction",
     "_schema": "torch.ops.aten.add.Tensor",
     "_local_tensor": "torch.distributed.tensor.DTensor",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from zerofx.torch_private.handlers import HANDLERS, Handler
 
@@ -47,22 +48,23 @@ def new_local_group(
 ) -> dist.ProcessGroup:
     """A new group of `ranks`, which alone call this, under a name that they agree on.
 
-    torch names such a group by the number of those that this rank is in already, and hangs if it is
-    not the same on all. If the default group is bound to a device, it splits that one's
-    communicator, which waits for the ranks that are not in the new one.
+    `dist.new_group` names such a group by the number of those that this rank is in already, and
+    hangs if it is not the same on all. If the default group is bound to a device, torch splits that
+    one's communicator, which waits for the ranks that are not in the new one.
     """
-    module: Any = dist.distributed_c10d
-    world = dist.group.WORLD
+    world, ranks = dist.group.WORLD, sorted(ranks)
     assert world is not None
-    device, torchs_names = world.bound_device_id, module._process_group_name
-    world.bound_device_id = None
-    module._process_group_name = lambda *_, **__: name
+    default, store = c10d._world.pg_map[world]
+    kind: Any = dist.Backend(backend or default)
+    place, timeout = ranks.index(dist.get_rank()), c10d._get_default_timeout(kind)
+    device, world.bound_device_id = world.bound_device_id, None
     try:
-        made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        made, _ = c10d._new_process_group_helper(
+            len(ranks), place, ranks, kind, store, c10d.GroupName(name), timeout=timeout
+        )
     finally:
-        module._process_group_name = torchs_names
         world.bound_device_id = device
-    assert isinstance(made, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 
 

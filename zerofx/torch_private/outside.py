@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch._dynamo import assume_constant_result
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._ops import HigherOrderOperator
@@ -22,7 +24,7 @@ def trace_outside() -> bool:
         Whether Dynamo was in such a function.
     """
     try:
-        tracers = InstructionTranslator.current_tx().output.tracers
+        tracers: list[Any] = InstructionTranslator.current_tx().output.tracers
     except AttributeError:  # not Dynamo: torch.export traces by itself
         return False
     inside = tracer = tracers[-1]
