@@ -23,6 +23,7 @@ from tests.models import Mlp, batch, make
 from tests.ranks import run_ranks
 from zerofx import checkpoint
 from zerofx.errors import CheckpointError
+from zerofx.runtime.members import gloo_group
 
 STAGES = (0, 1, 2, 3)
 
@@ -121,7 +122,7 @@ def _again_and_again(folder: Path) -> int:
     """How many groups saves in threads make."""
     run = Run(3)
     run.train(range(1))
-    with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+    with patch("zerofx.checkpoint.ranks.gloo_group", wraps=gloo_group) as made:
         for number in range(3):
             checkpoint.async_save(folder / str(number), run.step, run.optimizer).wait()
         first, second = (
@@ -132,7 +133,7 @@ def _again_and_again(folder: Path) -> int:
 
 
 def test_saves_one_after_another_share_a_group(tmp_path: Path) -> None:
-    assert max(run_ranks(2, _again_and_again, tmp_path, timeout=120)) <= 2
+    assert max(run_ranks(2, _again_and_again, tmp_path, timeout=120)) in (1, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -14,6 +14,7 @@ from tests.contract.loops import FAST, close, compiled, data, full, net, refused
 from tests.hard.wire import watched
 from tests.ranks import close_pools, run_ranks
 from zerofx.errors import DivergedError
+from zerofx.runtime.members import gloo_group
 
 
 class Restarting(nn.Module):
@@ -140,7 +141,7 @@ def test_a_branch_that_one_rank_takes(stage: int, steps: int) -> None:
 def _groups_made(on_cpus: bool) -> int:
     with (
         patch("zerofx.runtime.buffers.serves", return_value=on_cpus),
-        patch.object(dist, "new_group", wraps=dist.new_group) as made,
+        patch("zerofx.runtime.buffers.gloo_group", wraps=gloo_group) as made,
     ):
         trains_as_ddp(Restarting, 3)
     return made.call_count
