@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerofx
 from tests.hard.pair import full
@@ -176,3 +176,23 @@ def _overflow_beside_others() -> bool:
 
 def test_an_overflow_concerns_the_ranks_of_its_model() -> None:
     assert run_ranks(4, _overflow_beside_others) == [True] * 4
+
+
+def _overflow_in_an_expert() -> tuple[bool, float]:
+    """Each pair of ranks has an expert of its own, in the optimizer of what all have."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))
+    dense, expert = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+    for model, mesh in ((dense, None), (expert, pairs["rank"])):
+        zerofx.shard(model, zerofx.ZeroConfig(inner="eager", min_shard_numel=8, mesh=mesh))
+    optimizer = torch.optim.SGD([*dense.parameters(), *expert.parameters()], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", 1.0)
+    before, x = full(dense.weight), torch.ones(2, 8)
+    scaled = expert(x) * (torch.inf if dist.get_rank() == 0 else 1.0)
+    scaler.scale(dense(x).sum() + scaled.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(before, full(dense.weight)), scaler.get_scale()
+
+
+def test_an_overflow_in_a_model_of_some_ranks_concerns_the_optimizer_on_all() -> None:
+    assert run_ranks(4, _overflow_in_an_expert) == [(True, 0.5)] * 4

@@ -115,6 +115,8 @@ def put_weights(partial: Path, folder: Path) -> None:
         folder: its name. A kill leaves old weights or new ones there, or none that are complete,
             but never a mixture that can be read.
     """
+    for each in (*partial.iterdir(), partial):
+        sync(each)
     if not folder.exists():
         partial.rename(folder)
         sync(folder.parent)

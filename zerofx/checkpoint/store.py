@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import copy
 import dataclasses
 import functools
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -25,10 +23,11 @@ from torch.optim import Optimizer
 from zerofx.checkpoint import damage, nodes, snapshot
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import needed, read_into
+from zerofx.checkpoint.saving import Saving, explained, note_running, wait_for_running
 from zerofx.checkpoint.writer import AtomicWriter, alone, find, refuse_others
 from zerofx.errors import CheckpointError
-from zerofx.runtime.members import leave_idle
 from zerofx.runtime.parameter import local_tensor
+from zerofx.sharding.materialise import on_meta
 from zerofx.torch_private import with_local
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -63,46 +62,9 @@ def save(
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.save"), _listed(optimizer)
     _claim(path, ranks, node_local)
-    with _explained(path, ranks):
+    with explained(path, ranks):
         state = _state(model, optimizers, extra, ranks, everywhere=node_local)
         _write(path, state, ranks, node_local)
-
-
-class Saving:
-    """A save under way."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        future: concurrent.futures.Future[Any],
-        ranks: Ranks,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._path = path
-        self._future = future
-        self._ranks = ranks
-        self._group = group
-
-    def done(self) -> bool:
-        """Whether this rank's part is written."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is complete under its name; every rank calls it.
-
-        Raises:
-            CheckpointError: a rank could not write.
-        """
-        group, self._group = self._group, None
-        try:
-            with _explained(self._path, self._ranks):
-                self._future.result()
-        except BaseException:
-            if group is not None:
-                dist.destroy_process_group(group)
-            raise
-        if group is not None:
-            leave_idle(group)
 
 
 def async_save(
@@ -115,8 +77,8 @@ def async_save(
 ) -> Saving:
     """As `save`, but only copy the shards to host memory now and write them in a thread.
 
-    Training may go on at once. One save at a time: wait for it before the next and before the
-    program ends.
+    Training may go on at once. Wait for it before the program ends; a save to the same name waits
+    for it by itself. A failure is logged, too.
 
     Returns:
         The save under way, whose `wait()` every rank calls.
@@ -128,7 +90,7 @@ def async_save(
     ranks, optimizers = ranks_that_hold(model, "checkpoint.async_save"), _listed(optimizer)
     _claim(path, ranks, node_local)
     copied: list[Any] = []
-    with _explained(path, ranks):
+    with explained(path, ranks):
         ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
         extra = copied[0] if copied else None
         # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
@@ -137,8 +99,10 @@ def async_save(
     group = ranks.spare_group()
     thread = concurrent.futures.ThreadPoolExecutor(1)
     there = dataclasses.replace(ranks, group=group)
-    future = thread.submit(_write, Path(path).resolve(), state, there, node_local)
+    target = Path(path).resolve()
+    future = thread.submit(_write, target, state, there, node_local)
     thread.shutdown(wait=False)
+    note_running(target, future)
     return Saving(path, future, ranks, group)
 
 
@@ -173,6 +137,9 @@ def load(
             inside, nothing was changed.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.load"), _listed(optimizer)
+    names = ranks.everyones(lambda: _found(path, model))
+    if not node_local:  # nodes look for what they have in common
+        _refuse_unlike(names, ranks)
     folder = nodes.find(path, ranks) if node_local else find(path)
     metadata = _metadata(folder, ranks, node_local)
     with snapshot.to_fill(model, optimizers, metadata) as state:
@@ -195,6 +162,26 @@ def load(
     return extra[0] if extra is not None else None
 
 
+def _found(path: str | os.PathLike[str], model: nn.Module) -> str:
+    """Which checkpoint this rank finds."""
+    if empty := on_meta(model):
+        raise CheckpointError(
+            "parameters of the model have no memory to load values into",
+            "call zerofx.shard(model, ZeroConfig(stage=…)) first",
+            [name for name, _ in empty],
+        )
+    return find(path).resolve().name
+
+
+def _refuse_unlike(names: Sequence[str], ranks: Ranks) -> None:
+    if len(set(names)) > 1:
+        raise CheckpointError(
+            "ranks find different checkpoints",
+            "let rank 0 look, and tell the others: dist.broadcast_object_list([path], 0)",
+            [f"rank {rank}: {name}" for rank, name in zip(ranks.numbers, names, strict=True)],
+        )
+
+
 def _listed(optimizer: Any) -> list[Optimizer]:
     if optimizer is None:
         return []
@@ -211,6 +198,7 @@ def _listed(optimizer: Any) -> list[Optimizer]:
 
 def _claim(path: str | os.PathLike[str], ranks: Ranks, node_local: bool) -> None:
     """Refuse, on all ranks, to save where others do, or where something else would be lost."""
+    wait_for_running(Path(path).resolve())
     ranks.claim(path)
     look = ranks.everyones if node_local else ranks.agreed
     look(lambda: refuse_others(Path(path).resolve()))
@@ -273,26 +261,3 @@ def _inspected(folder: Path) -> Metadata:
     metadata = damage.read_metadata(folder)
     damage.refuse_truncated(folder, metadata)
     return metadata
-
-
-@contextlib.contextmanager
-def _explained(path: str | os.PathLike[str], ranks: Ranks) -> Iterator[None]:
-    try:
-        with alone():
-            yield
-    except (CheckpointException, CheckpointError) as error:
-        reasons = _reasons(error, ranks)
-        remedy = "see whether the folder exists, may be written to and has room on each rank's host"
-        if any("pickle" in each for each in reasons):
-            remedy = "give as `extra` what pickle takes: numbers, state_dict()s, no functions"
-        raise CheckpointError(
-            f"the checkpoint {path} could not be written", remedy, reasons
-        ) from error
-
-
-def _reasons(error: CheckpointException | CheckpointError, ranks: Ranks) -> list[str]:
-    if isinstance(error, CheckpointError):
-        return [error.problem]
-    # DCP counts along the group.
-    numbers = ranks.numbers or (0,)
-    return [f"rank {numbers[at]}: {reason}" for at, (reason, _) in error.failures.items()]

@@ -173,9 +173,9 @@ def age(checkpoint: Path) -> tuple[int, str]:
     return (checkpoint / METADATA).stat().st_mtime_ns, checkpoint.name
 
 
-def sync(folder: Path) -> None:
-    """Make a rename survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or renames in a folder, survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

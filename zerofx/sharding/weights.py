@@ -151,16 +151,27 @@ def files_of(path: Path) -> list[Path]:
     """The safetensors files of a folder, or the one that `path` is.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or their index is damaged.
     """
     if path.is_file():
         return [path]
     if (path / INDEX).is_file():
-        places = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return [path / file for file in sorted(set(places.values()))]
+        return [path / file for file in _listed(path / INDEX)]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     raise CheckpointError(
         f"{path} is no safetensors file, and holds neither {SINGLE} nor {INDEX}",
         "pass the file, or the folder that save_pretrained or export_safetensors wrote",
     )
+
+
+def _listed(index: Path) -> list[str]:
+    """The files that an index names, all beside it."""
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        beside = all(Path(file).name == file for file in files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error}", "fetch or export it again") from error
+    if not beside:
+        raise CheckpointError(f"{index} names files of other folders", "put them beside it", files)
+    return files

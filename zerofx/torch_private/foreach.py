@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _OF_OPTIMIZERS
 from torch.utils._foreach_utils import _foreach_supported_types as _OF_CLIPPING
 
-from zerofx.torch_private.handlers import HANDLERS, operation, operation_names, torchs_way
+from zerofx.torch_private.handlers import HANDLERS, operation, operation_names
 
 _BOUNDS = {
     "maximum": "clamp_min",
@@ -66,25 +67,27 @@ def foreach_by_default(*kinds: type[DTensor]) -> None:
 def find_overflow_of_all() -> None:
     """Let scalers of losses find on all ranks what one finds.
 
-    torch asks along the axes that split the first gradient, so the first is one that is split.
+    torch asks along the axes that split the first gradient; here along all that split any, small
+    groups first, so that what one of several models finds gets to all ranks of the others.
     """
     check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    otherwise = HANDLERS.get(check, torchs_way)
 
     def look(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        grads, *others = args
-        by_mesh: dict[Any, list[Tensor]] = {}
-        for grad in sorted(grads, key=_num_whole_axes):
-            by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-        op(by_mesh.pop(None, []), *others, **kwargs)  # plain ones: a temperature
-        for group in by_mesh.values():
-            otherwise(op, (group, *others), kwargs)
+        grads, found, inverse = args
+        op([getattr(grad, "_local_tensor", grad) for grad in grads], found, inverse, **kwargs)
+        groups = {group.group_name: group for grad in grads for group in _splitting(grad)}
+        for group in sorted(groups.values(), key=lambda each: (each.size(), each.group_name)):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
     HANDLERS[check] = look
 
 
-def _num_whole_axes(grad: Tensor) -> int:
-    return sum(how.is_replicate() for how in getattr(grad, "placements", ()))
+def _splitting(grad: Tensor) -> list[dist.ProcessGroup]:
+    """The groups along the axes that split a gradient."""
+    if not isinstance(grad, DTensor):
+        return []
+    places, mesh = enumerate(grad.placements), grad.device_mesh
+    return [mesh.get_group(axis) for axis, how in places if not how.is_replicate()]
 
 
 def _ops(prefix: str) -> Iterator[tuple[str, Any]]:

@@ -27,12 +27,14 @@ def trace_outside() -> bool:
         tracers: list[Any] = InstructionTranslator.current_tx().output.tracers
     except AttributeError:  # not Dynamo: torch.export traces by itself
         return False
-    inside = tracer = tracers[-1]
-    while _runs_a_function(tracer.source_target):
-        tracer = tracer.parent
-    if tracer is not inside:
-        tracers.append(tracer)
-    return tracer is not inside
+    place = each = inside = tracers[-1]
+    while each is not None:  # checkpointed regions may lie inside such functions
+        if _runs_a_function(each.source_target):
+            place = each.parent
+        each = each.parent
+    if place is not inside:
+        tracers.append(place)
+    return place is not inside
 
 
 @assume_constant_result
