@@ -166,5 +166,5 @@ class Accumulation:
         held = [state for state in states if state.local_sum.value is not None]
         for state in held:
             state.local_sum.drop_if_cleared()
-        if held and all(state.local_sum.value is None for state in held):
+        if self.held != "nothing" and all(state.local_sum.value is None for state in states):
             self._since_exchange = 0

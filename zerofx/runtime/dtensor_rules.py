@@ -22,8 +22,8 @@ from zerofx.runtime.answers import (
 )
 from zerofx.runtime.handles import reading
 from zerofx.runtime.in_place import note_cleared
-from zerofx.runtime.parameter import copied_among, local_tensor, take_place
-from zerofx.runtime.views import KINDS, look_through, write_through
+from zerofx.runtime.parameter import local_tensor, take_place
+from zerofx.runtime.views import KINDS, copied_among, look_through, write_through
 from zerofx.torch_private import (
     answer_collectives,
     answer_operations,

@@ -49,15 +49,15 @@ class LocalSum:
         """Forget the sum if the user cleared the gradient since the last backward.
 
         Raises:
-            UnsupportedError: the gradient was written to otherwise.
+            UnsupportedError: the gradient was written to otherwise, or replaced.
         """
         seen, found = self._seen, _mark(self._param.grad)
-        if seen is None or found is None or found[:2] != seen[:2]:
+        if seen is None or found is None or (found[0] == seen[0] and found[1] != seen[1]):
             self.value = None
         elif found != seen:
             raise UnsupportedError(
-                "a gradient was written to while it is held back by no_sync or accumulate: it has "
-                "not been added up yet",
+                "a gradient was written to, or replaced, while it is held back by no_sync or "
+                "accumulate: it has not been added up yet",
                 "clip, scale and mend gradients after the last backward of a step; to clear them "
                 "call zero_grad()",
                 [self._name],
@@ -78,7 +78,7 @@ class LocalSum:
 
 
 def _mark(grad: Tensor | None) -> tuple[int, ...] | None:
-    """What differs after a gradient was replaced or cleared; and after any other write."""
+    """What differs after a gradient was replaced; cleared; and written to otherwise."""
     if grad is None:
         return None
     # An op on the DTensor raises one counter, an edit of the local tensor the other.

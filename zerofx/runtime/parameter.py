@@ -36,7 +36,7 @@ class Sharded(DTensor):
         """The tensor without autograd, in the same memory; writes to it count as writes to this."""
         if torch.compiler.is_compiling():
             return _writable(super().detach(), Sharded)
-        return _shown(self)
+        return _shown(self, Sharded)
 
     @data.setter
     @torch.compiler.disable(reason="a parameter's data is assigned")
@@ -89,7 +89,7 @@ class Sharded(DTensor):
         """The same; `nn.Parameter(…)` asks for a value of the same class."""
         if torch.compiler.is_compiling():
             return _writable(super().detach(), type(self))
-        return _alias(self, type(self))
+        return _shown(self, type(self))
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
         """The same, in which draws are one process's: `nn.init.orthogonal_` begins so."""
@@ -119,8 +119,13 @@ class Sharded(DTensor):
 
     def _stable_hash_for_caching(self) -> str:
         # By torch's a rank would take code that another one compiled for its own number of rows.
-        whole: str = super()._stable_hash_for_caching()
-        return f"{whole} {tuple(local_tensor(self).shape)}"
+        return f"{super()._stable_hash_for_caching()} {tuple(local_tensor(self).shape)}"
+
+    def __create_chunk_list__(self) -> Any:
+        # DCP, which is about to read or to write; what has no rows would not see it.
+        if (owner := shown_by(self)) is not None:
+            owner.state.domain.session.forget_values(owner.state)
+        return super().__create_chunk_list__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
@@ -191,11 +196,6 @@ def _versions(whole: Sharded) -> tuple[int, ...]:
     return tuple(-1 if each.is_inference() else each._version for each in counted)
 
 
-def copied_among(values: Sequence[Any]) -> list[Any]:
-    """Those that are views for which `DTensor` copied rows."""
-    return [each for each in values if getattr(each, "_whole", None) is not None]
-
-
 @torch.no_grad()
 def show_rows(rows: Any, there: Tensor) -> None:
     """Let rows that `DTensor` copied have the values that are there in the full tensor."""
@@ -261,8 +261,8 @@ def _writable(value: Any, kind: type[Sharded]) -> Any:
 
 
 @torch.compiler.disable()
-def _shown(whole: Sharded) -> Tensor:
-    data: Tensor = _alias(whole, Sharded)
+def _shown(whole: Sharded, kind: type[Sharded]) -> Tensor:
+    data: Tensor = _alias(whole, kind)
     if (owner := owner_of(whole)) is not None:
         owner.show(data)
     return data

@@ -194,16 +194,17 @@ class Session:
                 self.codes.frozen.drop(state)
                 state.num_updates += applies
             if state.param.grad is not None or state.param.requires_grad:
-                self._forget_values(state)
+                self.forget_values(state)
 
     def refresh(self) -> None:
         """Shards changed without a trace: every copy of them, and what was learnt, is of no use."""
         self.codes.errors.clear()
         for state in self.states:
-            self._forget_values(state)
+            self.forget_values(state)
             self.codes.frozen.drop(state)
 
-    def _forget_values(self, state: ParamState) -> None:
+    def forget_values(self, state: ParamState) -> None:
+        """Copies of full values are of no use: the shard changed, maybe on other ranks."""
         state.dirty = True
         self.kept.drop(state)
         if state.domain.secondary is not None:
@@ -213,7 +214,7 @@ class Session:
         """Forget parameters that the model no longer has; an optimizer may step them yet."""
         widen_gradients(gone, (state.param for state in gone))
         for state in gone:
-            self._forget_values(state)
+            self.forget_values(state)
             self.codes.frozen.drop(state)
         self.states[:] = [state for state in self.states if state not in gone]
 

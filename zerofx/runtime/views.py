@@ -27,6 +27,11 @@ from zerofx.runtime.parameter import (
 from zerofx.torch_private import is_traced, shares_storage
 
 
+def copied_among(values: Sequence[Any]) -> list[Any]:
+    """Those that are views for which `DTensor` copied rows."""
+    return [each for each in values if getattr(each, "_whole", None) is not None]
+
+
 def look_through(whole: Tensor, found: Any, view: Callable[[Tensor], Any]) -> None:
     """Let writes to what torch gives for a view be writes to what it is of.
 

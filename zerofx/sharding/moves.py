@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from zerofx.runtime.ownership import owner_of
 from zerofx.runtime.parameter import take_place
 
 Convert = Callable[[Tensor], Tensor]
@@ -45,3 +46,5 @@ def _convert(value: Tensor, convert: Convert) -> None:
         made = convert(value)
     if made is not value:
         take_place(value, made)
+        if (owner := owner_of(value)) is not None:  # some ranks may see nothing of it
+            owner.state.domain.session.forget_values(owner.state)
