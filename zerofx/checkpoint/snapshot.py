@@ -7,6 +7,7 @@ never had.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -90,6 +91,17 @@ def to_fill(
 
 def _joined(parts: Sequence[State]) -> State:
     """State of several optimizers as of one that has all their groups, as torch joins it."""
+    names = (
+        name for part in parts for name in {n for g in part["param_groups"] for n in g["params"]}
+    )
+    shared = [name for name, count in collections.Counter(names).items() if count > 1]
+    if shared:
+        raise UnsupportedError(
+            "several optimizers have these parameters, by whose names a checkpoint keeps state",
+            "save each of those optimizers with the model in a checkpoint of its own, or leave "
+            "each parameter to one of them",
+            sorted(shared),
+        )
     state = {name: entries for part in parts for name, entries in part["state"].items()}
     return {"state": state, "param_groups": [g for part in parts for g in part["param_groups"]]}
 
