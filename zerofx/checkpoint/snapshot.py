@@ -64,14 +64,14 @@ def to_fill(
             for each in optimizers:
                 aside.enter_context(_set_aside(each))
             wanted = _joined([_of_unstepped(model, each) for each in optimizers])
-            saved = metadata.state_dict_metadata
+            stateful, settings = _stored(metadata)
             out["optimizer"] = wanted
             mine = wanted["param_groups"]
-            wanted["param_groups"] = [asked(each, at, saved) for at, each in enumerate(mine)]
+            wanted["param_groups"] = [
+                asked(each, at, settings[str(at)]) for at, each in enumerate(mine)
+            ]
             wanted["state"] = {
-                name: entries
-                for name, entries in wanted["state"].items()
-                if any(key.startswith(f"optimizer.state.{name}.") for key in saved)
+                name: entries for name, entries in wanted["state"].items() if name in stateful
             }
             yield out
         # torch takes groups in the order that they were saved in, where there is no state.
@@ -87,6 +87,19 @@ def to_fill(
     else:
         yield out
     set_model_state_dict(model, out["model"])
+
+
+def _stored(metadata: Metadata) -> tuple[set[str], Mapping[str, State]]:
+    """What begins the names of state, which may have dots, and what each group has, by number."""
+    stateful: set[str] = set()
+    settings: dict[str, State] = collections.defaultdict(dict)
+    for key, stored in metadata.state_dict_metadata.items():
+        if key.startswith("optimizer.state."):
+            *pieces, _ = key.removeprefix("optimizer.state.").split(".")
+            stateful.update(itertools.accumulate(pieces, "{}.{}".format))
+        elif key.startswith("optimizer.param_groups."):
+            settings[key.split(".")[2]][key] = stored
+    return stateful, settings
 
 
 def _joined(parts: Sequence[State]) -> State:
