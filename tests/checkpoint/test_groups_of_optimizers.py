@@ -56,3 +56,19 @@ def test_a_load_reads_the_names_once(tmp_path: Path) -> None:
     with snapshot.to_fill(model, [optimizer], metadata) as wanted:
         assert len(wanted["optimizer"]["state"]) == len(optimizer.param_groups) == 8
     assert names.passes == 1
+
+
+@pytest.mark.parametrize("empty", [[0], [1], [0, 2], [1, 2]])
+def test_groups_may_be_empty(tmp_path: Path, empty: list[int]) -> None:
+    model = nn.Linear(3, 2)
+
+    def fresh(rate: float) -> AdamW:
+        groups = [model.parameters() if at not in empty else [] for at in range(len(empty) + 1)]
+        return AdamW([{"params": each, "lr": rate + at} for at, each in enumerate(groups)])
+
+    saved = _stepped(fresh(0.5))
+    checkpoint.save(tmp_path / "one", model, saved)
+    for loaded in (fresh(0.0), _stepped(fresh(0.0))):
+        checkpoint.load(tmp_path / "one", model, loaded)
+        torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
+        _stepped(loaded)

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -74,16 +72,14 @@ def to_fill(
                 name: entries for name, entries in wanted["state"].items() if name in stateful
             }
             yield out
-        # torch takes groups in the order that they were saved in, where there is no state.
         groups = wanted["param_groups"]
         found, _ = match(groups, mine, optimizers)
         wanted["param_groups"] = [
             {**own, **groups[found[here]], "params": own["params"]} for here, own in enumerate(mine)
         ]
-        options = StateDictOptions(strict=False)  # parameters without gradients have no state
-        for each, part in zip(optimizers, _parted(optimizers, out["optimizer"]), strict=True):
-            with without_step_hooks(each, _knows_of_idle_steps):
-                set_optimizer_state_dict(model, each, part, options=options)
+        # Not by `set_optimizer_state_dict`, which mistakes groups where one is empty.
+        for each, part in zip(optimizers, _parted(optimizers, wanted), strict=True):
+            each.load_state_dict(part)
     else:
         yield out
     set_model_state_dict(model, out["model"])
@@ -120,7 +116,7 @@ def _joined(parts: Sequence[State]) -> State:
 
 
 def _parted(optimizers: Sequence[Optimizer], joined: State) -> Iterator[State]:
-    """What of it is each optimizer's; torch parts no state that is empty."""
+    """What of it is each optimizer's, whose parameters' names are the ids that it loads by."""
     groups = iter(joined["param_groups"])
     for each in optimizers:
         own = list(itertools.islice(groups, len(each.param_groups)))
