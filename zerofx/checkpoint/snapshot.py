@@ -74,6 +74,8 @@ def to_fill(
             yield out
         groups = wanted["param_groups"]
         found, _ = match(groups, mine, optimizers)
+        for group in groups:
+            group.pop("param_names", None)  # in the order of the parameters then
         wanted["param_groups"] = [
             {**own, **groups[found[here]], "params": own["params"]} for here, own in enumerate(mine)
         ]
