@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator
+from collections.abc import ItemsView, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +72,39 @@ def test_groups_may_be_empty(tmp_path: Path, empty: list[int]) -> None:
         checkpoint.load(tmp_path / "one", model, loaded)
         torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
         _stepped(loaded)
+
+
+def test_names_stay_in_the_order_of_their_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    named = list(model.named_parameters())
+    checkpoint.save(tmp_path / "one", model, _stepped(AdamW(named)))
+    loaded = AdamW(named[::-1])
+    checkpoint.load(tmp_path / "one", model, loaded)
+    assert loaded.param_groups[0]["param_names"] == ["bias", "weight"]
+    unnamed = AdamW(model.parameters())
+    checkpoint.load(tmp_path / "one", model, unnamed)
+    assert "param_names" not in unnamed.param_groups[0]
+
+
+class _Decaying(Optimizer):
+    """Its decay knows no learning rate."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["sum"] = param.grad.clone()
+                    param.mul_(0.5).add_(param.grad, alpha=-group["lr"])
+
+
+def test_a_save_before_the_first_step_changes_no_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = _Decaying(model.parameters())
+    before = model.weight.detach().clone()
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    assert torch.equal(model.weight, before) and model.weight.grad is None
+    assert not optimizer.state

@@ -41,8 +41,12 @@ def take(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
         if each.state:
             parts.append(_of(model, each))
         else:
-            parts.append({**_of_unstepped(model, each), "state": {}})
-            each.state.clear()
+            with _unnoticed(each):
+                # torch takes no step if it finds a gradient: some change parameters at any rate.
+                for param in params_of(each)[:1]:
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                parts.append(_of(model, each))
     return {**out, "optimizer": _joined(parts)} if parts else out
 
 
