@@ -118,6 +118,9 @@ class Accumulation:
             self._since_exchange -= self._counts  # an exception ended the one before
         self._backward, self.begun = current, self.begun + 1
         self._restart_if_cleared(states)
+        # An exception may have ended the last one of a step after it took all that was held.
+        if self.held != "nothing" and all(state.local_sum.value is None for state in states):
+            self._since_exchange = 0
         self._counts = any(adds_to_grad(state.param) for state in states)
         self._since_exchange += self._counts
         call_after_backward(leave)
@@ -166,5 +169,5 @@ class Accumulation:
         held = [state for state in states if state.local_sum.value is not None]
         for state in held:
             state.local_sum.drop_if_cleared()
-        if self.held != "nothing" and all(state.local_sum.value is None for state in states):
+        if held and all(state.local_sum.value is None for state in held):
             self._since_exchange = 0
