@@ -93,15 +93,20 @@ def test_a_signal_ends_the_waiting_and_not_the_save(tmp_path: Path) -> None:
     run_ranks(2, _interrupted, tmp_path)
 
 
-def test_a_failure_is_logged(tmp_path: Path) -> None:
+def _fails(folder: Path) -> list[str]:
     with (
         patch.object(FileSystemWriter, "write_data", side_effect=OSError("disk full")),
         heard("zerofx.checkpoint.saving", logging.ERROR) as said,
     ):
-        saving = checkpoint.async_save(tmp_path / "a", nn.Linear(2, 2))
+        saving = checkpoint.async_save(folder / "a", _filled(1.0))
         with pytest.raises(CheckpointError):
             saving.wait()
-    assert len(said) == 1 and "disk full" in said[0]
+    return said
+
+
+def test_a_failure_is_logged(tmp_path: Path) -> None:
+    for said in run_ranks(2, _fails, tmp_path):
+        assert len(said) == 1 and "disk full" in said[0]
 
 
 def _of_two(folder: Path) -> str:
