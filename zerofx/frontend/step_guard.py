@@ -28,6 +28,7 @@ from zerofx.runtime.finite import refuse_non_finite
 from zerofx.runtime.gradients import narrow_gradients, widen_gradients
 from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
+from zerofx.runtime.ownership import states_of
 from zerofx.runtime.params import ParamState, params_of
 from zerofx.sharding.old_handles import cut_state
 from zerofx.sharding.rows import cut
@@ -108,7 +109,7 @@ def _check(optimizer: Optimizer) -> None:
         _refuse_unreduced(params)
     for session in live_sessions():
         if session.config.grad_dtype is not None:
-            widen_gradients(session.states, params)
+            widen_gradients(states_of(params, session.states))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

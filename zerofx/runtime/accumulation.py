@@ -117,8 +117,8 @@ class Accumulation:
         if self._backward != -1:
             self._since_exchange -= self._counts  # an exception ended the one before
         self._backward, self.begun = current, self.begun + 1
-        self._restart_if_cleared(states)
-        # An exception may have ended the last one of a step after it took all that was held.
+        _drop_cleared(states)
+        # All was cleared; or an exception ended the last one of a step after it took what was held.
         if self.held != "nothing" and all(state.local_sum.value is None for state in states):
             self._since_exchange = 0
         self._counts = any(adds_to_grad(state.param) for state in states)
@@ -154,7 +154,7 @@ class Accumulation:
         """
         mine = states_of(stepped, states)
         if mine:
-            self._restart_if_cleared(states)
+            _drop_cleared(states)
         held = [state.spec.name for state in mine if state.local_sum.value is not None]
         if held:
             raise UnreducedGradientError(
@@ -164,10 +164,9 @@ class Accumulation:
                 held,
             )
 
-    def _restart_if_cleared(self, states: Sequence[ParamState]) -> None:
-        """Forget local sums whose `.grad` the user cleared; if all are gone, count anew."""
-        held = [state for state in states if state.local_sum.value is not None]
-        for state in held:
+
+def _drop_cleared(states: Sequence[ParamState]) -> None:
+    """Forget local sums whose `.grad` the user cleared."""
+    for state in states:
+        if state.local_sum.value is not None:
             state.local_sum.drop_if_cleared()
-        if held and all(state.local_sum.value is None for state in held):
-            self._since_exchange = 0

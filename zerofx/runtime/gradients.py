@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zerofx.runtime.ownership import states_of
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import stated_dtype
 
@@ -32,9 +31,9 @@ def hold_gradients_in(param: Tensor, dtype: torch.dtype) -> None:
     param.requires_grad_(trains)
 
 
-def widen_gradients(states: Iterable[ParamState], params: Iterable[Tensor]) -> None:
-    """Before an optimizer step: cast gradients of `params` to the dtypes of their parameters."""
-    stepped = [each for each in states_of(params, states) if each.param.grad is not None]
+def widen_gradients(states: Iterable[ParamState]) -> None:
+    """Before an optimizer steps these: cast gradients to the dtypes of their parameters."""
+    stepped = [each for each in states if each.param.grad is not None]
     for state in stepped:
         state.drop_resident_copy()
     for state in stepped:

@@ -212,7 +212,7 @@ class Session:
 
     def drop(self, gone: Sequence[ParamState]) -> None:
         """Forget parameters that the model no longer has; an optimizer may step them yet."""
-        widen_gradients(gone, (state.param for state in gone))
+        widen_gradients(gone)
         for state in gone:
             self.forget_values(state)
             self.codes.frozen.drop(state)
