@@ -126,3 +126,28 @@ def _paired(build: type[nn.Module]) -> None:
 @pytest.mark.parametrize("build", [_Paired, _PairedTheOtherWay])
 def test_sizes_that_inputs_share(build: type[nn.Module]) -> None:
     run_ranks(2, _paired, build, timeout=220)
+
+
+class Masked(nn.Module):
+    """Reshapes rows of which only values tell how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.up(x)[x.sum(1) > 0].reshape(-1)
+        return self.down(flat.tanh().view(-1, 8)).square().sum()
+
+
+def _sizes_from_values(inner: str) -> None:
+    options, rtol = (EAGER, 0.0) if inner == "eager" else (INDUCTOR, 1e-6)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        pair = Pair(Masked(), 3, options, rtol=rtol, fullgraph=True)
+        pair.train(lambda run, number: run(draw(9, 4, seed=number)), 3)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_sizes_that_depend_on_values(inner: str) -> None:
+    run_ranks(2, _sizes_from_values, inner, timeout=120)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from zerofx.ir.facts import Facts, facts, set_facts
 from zerofx.ir.ops import fake_kernel
 from zerofx.ir.program import Program
-from zerofx.torch_private import fake_mode_of
+from zerofx.torch_private import fake_mode_of, same_shape
 
 
 class Editor:
@@ -51,8 +51,8 @@ class Editor:
         """
         if old not in node.all_input_nodes:
             raise ValueError(f"{node} does not read {old}")
-        was, found = _looks(old), _looks(new)
-        if node.op != "output" and was != found:
+        if node.op != "output" and not _look_alike(old, new):
+            was, found = _look(old), _look(new)
             raise ValueError(f"{node} reads {old}: {was}, which {new}: {found} cannot replace")
         node.replace_input_with(old, new)
 
@@ -96,7 +96,15 @@ class Editor:
         return node
 
 
-def _looks(node: fx.Node) -> tuple[Any, ...] | None:
+def _look_alike(one: fx.Node, other: fx.Node) -> bool:
+    left, right = one.meta.get("val"), other.meta.get("val")
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        alike = left.dtype == right.dtype and left.device == right.device
+        return alike and same_shape(left, right)
+    return isinstance(left, Tensor) == isinstance(right, Tensor)
+
+
+def _look(node: fx.Node) -> tuple[Any, ...] | None:
     """Shape, dtype and device of a tensor; `None` if the node is something else."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):

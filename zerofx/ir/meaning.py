@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -54,8 +55,9 @@ class Meaning:
 
 
 class _Seen(NamedTuple):
-    """A node's value, and the arguments for which it was found."""
+    """A node's value, and the call for which it was found."""
 
+    target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     value: Value
@@ -100,12 +102,13 @@ class Meanings:
         changed: set[fx.Node] = set()
         for node in program.graph.nodes:
             seen = self._seen.get(node)
-            same = seen is not None and seen.args is node.args and seen.kwargs is node.kwargs
+            call = (node.target, node.args, node.kwargs)
+            same = seen is not None and all(map(operator.is_, seen, call))
             if seen is None or not same or not changed.isdisjoint(node.all_input_nodes):
                 value = self._number(program, node)
                 if seen is not None and seen.value is not value:
                     changed.add(node)
-                seen = self._seen[node] = _Seen(node.args, node.kwargs, value)
+                seen = self._seen[node] = _Seen(*call, value)
             if seen.value.op == "once":
                 effects.append(seen.value)
         outputs = tuple(self._given(each) for each in program.outputs)

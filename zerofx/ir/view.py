@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from zerofx.ir.facts import Role, facts
 from zerofx.ir.ops import REDUCE_GRAD, REDUCE_WAIT, UNSHARD_START, UNSHARD_WAIT, is_call
-from zerofx.torch_private import shares_storage
+from zerofx.torch_private import same_shape, shares_storage
 
 _aten = torch.ops.aten
 # Their schemas promise fresh memory, their kernels return the input's.
@@ -165,4 +165,4 @@ def _same_storage(one: fx.Node, other: fx.Node) -> bool:
 
 def _same_shape(one: fx.Node, other: fx.Node) -> bool:
     left, right = one.meta.get("val"), other.meta.get("val")
-    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and same_shape(left, right)

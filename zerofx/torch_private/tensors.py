@@ -16,7 +16,11 @@ from torch._ops import OperatorBase
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    free_symbols,
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -254,6 +258,12 @@ def fake_copy(value: Any, mode: FakeTensorMode) -> Any:
     """A deep copy, of a model for example, whose tensors are fake; tied ones stay tied."""
     with FakeCopyMode(mode):
         return copy.deepcopy(value)
+
+
+def same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape whatever their symbols stand for; nothing is guarded."""
+    sizes = zip(one.shape, other.shape, strict=False)
+    return one.ndim == other.ndim and all(statically_known_true(a == b) for a, b in sizes)
 
 
 def shares_storage(one: Tensor, other: Tensor) -> bool:
