@@ -117,6 +117,16 @@ def test_another_constant() -> None:
     refused(hand.program([doubled]), triple, "output 0 as 3.0 instead of 2.0")
 
 
+def test_another_operation_in_the_place_of_one() -> None:
+    hand = Hand(PARAMS)
+    doubled = hand.call(aten.mul.Tensor, hand.input("x", 4), 2.0)
+
+    def halve(_: Editor) -> None:
+        doubled.target = aten.div.Tensor
+
+    refused(hand.program([doubled]), halve, "div.Tensor(x, 2.0) instead of mul.Tensor(x")
+
+
 def _draws() -> tuple[Program, fx.Node, fx.Node]:
     hand = Hand(PARAMS)
     x = hand.input("x", 4)
