@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import pytest
 import torch
 
 from tests.hand_program import Hand
@@ -73,3 +75,25 @@ def test_reduction_that_forgets_the_dtype_of_gradients() -> None:
         else:
             # What computes with a gradient does so in the dtype that was traced.
             verify(hand.program([hand.call(aten.neg.default, reduced)], 0), ["the_pass"])
+
+
+@pytest.mark.parametrize("op", [ops.FREE, ops.KEEP, ops.KEEP_SHARD])
+def test_value_that_is_kept_as_that_of_another_parameter(op: Any) -> None:
+    hand = Hand(PARAMS)
+    w, v = hand.shard(W), hand.shard(V)
+    full, other = hand.gather(w), hand.gather(v)
+    y = hand.call(aten.mm.default, full, other)
+    args = [full] if op is ops.FREE else [full, v]
+    hand.call(op, *args, PARAMS[V].layout.handle, param=V)
+    refused(hand.program([y]), "own_shard", f"is given the value of {W}")
+
+
+def test_value_that_is_freed_while_a_reduction_sends_it() -> None:
+    hand = Hand(PARAMS, Region.BACKWARD)
+    w, v = hand.shard(W), hand.shard(V)
+    full = hand.gather(w)
+    start = hand.reduction(hand.call(aten.view.default, full, [4, 4]), v)
+    hand.free(full)
+    wait = hand.call(ops.REDUCE_WAIT, start, v, param=V)
+    words = ("free_follows_readers", f"reads full.{W} after it was freed")
+    refused(hand.program([wait], 0), *words)

@@ -62,6 +62,12 @@ class Case:
         found = [node for target in targets for node in self._by_op.get(target, ())]
         return sorted(found, key=self.place.__getitem__) if len(targets) > 1 else found
 
+    def read_until(self, node: fx.Node) -> int:
+        """Place at which `node` has read its inputs: of a reduction, that of its last wait."""
+        if not ops.is_call(node, ops.REDUCE_START):
+            return self.place[node]
+        return max((self.place[wait] for wait in ops.waits_of(node)), default=len(self.place))
+
     @functools.cached_property
     def place(self) -> dict[fx.Node, int]:
         """Place of each node in execution order."""

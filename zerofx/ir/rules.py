@@ -110,6 +110,10 @@ def own_shard(case: Case) -> Iterator[Offence]:
             shard = node.args[place]
             if isinstance(shard, fx.Node) and (other := _other_shard(shard, facts(node).param)):
                 yield Offence(node, f"works on the shard of {other}")
+    for node in case.calls(ops.FREE, ops.KEEP, ops.KEEP_SHARD):
+        full = node.all_input_nodes[0]
+        if full in case.gathered and facts(full).param != facts(node).param:
+            yield Offence(node, f"is given the value of {facts(full).param}", full)
     for start in case.calls(*ops.STARTS):
         if len(ops.members(start)) != len(facts(start).members):
             yield Offence(start, f"names {len(facts(start).members)} members")
@@ -173,7 +177,7 @@ def free_follows_readers(case: Case) -> Iterator[Offence]:
         if ops.is_call(node, ops.FREE, ops.KEEP):
             continue
         for full in case.roots_read_by(node):
-            if case.place[node] > freed_at.get(full, len(case.place)):
+            if case.read_until(node) > freed_at.get(full, len(case.place)):
                 yield Offence(node, f"reads {case.name(full)} after it was freed", full)
 
 

@@ -28,10 +28,9 @@ def nothing_written(case: Case) -> Iterator[Offence]:
                 if alias in writes.get(user, ()):
                     yield Offence(user, f"writes to {case.name(source)}", source)
     for start in case.calls(ops.REDUCE_START):
-        done = max((case.place[wait] for wait in ops.waits_of(start)), default=len(case.place))
         for grad in ops.gradients(start):
             for user in (user for alias in alias_closure(grad) for user in alias.users):
-                if user in writes and case.place[start] < case.place[user] < done:
+                if user in writes and case.place[start] < case.place[user] < case.read_until(start):
                     yield Offence(user, f"writes to what {case.name(start)} is sending", start)
 
 
