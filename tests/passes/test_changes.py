@@ -192,6 +192,22 @@ def test_fingerprints_tell_options_order_and_code_apart() -> None:
     assert fingerprint([one]) != fingerprint([two]), "the same name and options, other code"
 
 
+@dataclasses.dataclass(frozen=True)
+class Chosen(Idle):
+    """Has options without an order, and a place for what it finds."""
+
+    sizes: frozenset[int] = frozenset()
+    found: object = dataclasses.field(default_factory=object, compare=False)
+
+    name: ClassVar[str] = "chosen"
+
+
+def test_fingerprints_are_those_of_options_alone() -> None:
+    # The two sets have other orders, as sets of texts have in other processes.
+    one, two = (Chosen(sizes=frozenset(each)) for each in ([0, 8], [8, 0]))
+    assert fingerprint([one]) == fingerprint([two]) != fingerprint([Chosen()])
+
+
 def _redefined(body: str) -> Pass:
     """A pass whose text is nowhere on disk."""
     names: dict[str, Any] = {"Idle": Idle, "dataclass": dataclasses.dataclass}

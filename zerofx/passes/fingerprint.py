@@ -6,9 +6,9 @@ import dataclasses
 import hashlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 from zerofx.passes.base import Pass
 
@@ -20,12 +20,25 @@ def fingerprint(passes: Sequence[Pass]) -> tuple[str, ...]:
 
 
 def _describe(each: Pass) -> str:
-    options = ", ".join(
-        f"{field.name}={getattr(each, field.name)!r}" for field in dataclasses.fields(each)
-    )
     code = [_code_of(kind) for kind in type(each).__mro__ if _is_foreign(kind)]
     digest = hashlib.sha256("\n".join(code).encode()).hexdigest()[:12] if code else ""
-    return f"{type(each).__qualname__}({options})" + (f", code {digest}" if code else "")
+    return _text(each) + (f", code {digest}" if code else "")
+
+
+def _text(value: Any) -> str:
+    """As `repr`, but equal in all processes, which have sets in orders of their own."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        compared = (field.name for field in dataclasses.fields(value) if field.compare)
+        options = ", ".join(f"{name}={_text(getattr(value, name))}" for name in compared)
+        return f"{type(value).__qualname__}({options})"
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return "{" + ", ".join(f"{_text(key)}: {_text(item)}" for key, item in items) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_text, cast("set[Any]", value)))) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_text, cast("list[Any]", value))) + ")"
+    return repr(value)
 
 
 def _is_foreign(kind: type) -> bool:
