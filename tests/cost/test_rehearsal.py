@@ -19,6 +19,7 @@ from benchmarks.gpt import Gpt
 from tests.models import batch, make
 from tests.sim.test_captured import capture_programs
 from zerofx.config import ZeroConfig
+from zerofx.cost.liveness import held_after, live_bytes
 from zerofx.cost.machine import machine_of
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import UnsupportedError
@@ -29,6 +30,7 @@ from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
+from zerofx.ir.verify import peak_full_bytes
 from zerofx.ir.view import identity_source
 from zerofx.torch_private import fake_mode
 
@@ -164,3 +166,29 @@ def test_constructors_that_read_and_models_that_log(caplog: pytest.LogCaptureFix
     rehearsal = rehearse_model(build, lambda: ((torch.zeros(2, 4),), {}), "eager")
     assert made[0].rates == pytest.approx([0.0, 0.05, 0.1]) and made[0].weight.device.type == "cpu"
     assert [spec.name for spec in rehearsal.params] == ["weight"] and LOGGER.name not in caplog.text
+
+
+class _Lower(nn.Module):
+    """Computes in bf16, as it asks for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x)
+        return x.float().square().mean()
+
+
+def test_gathered_values_count_in_the_dtype_in_which_they_lie() -> None:
+    rehearsal = rehearse_model(_Lower, lambda: ((torch.zeros(2, 64),), {}), "eager")
+    config = ZeroConfig(stage=3, inner="eager", dump="", min_shard_numel=0, memory_budget=1 << 20)
+    forward, backward = rehearsal.programs(config, WORLD)
+    ways = machine_of("cpu").algorithms
+    held = held_after(forward, ways, fused=False)
+    assert held.kept and set(held.kept.values()) == {64 * 64 * 2}
+    gathered = live_bytes(forward, ways, fused=False).live[:, 3]
+    assert gathered.max() == peak_full_bytes(forward)
+    assert live_bytes(backward, ways, fused=False, before=held).live[-1, 3] == 0

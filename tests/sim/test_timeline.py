@@ -63,6 +63,17 @@ def test_prefetch_hides_all_but_the_first() -> None:
     assert (found.busy_seconds, found.seconds) == (3.0, 7.0)
 
 
+def test_a_gather_that_sends_nothing_waits_for_no_link() -> None:
+    hand = Hand(specs_of(dict.fromkeys("ab", (4, 4)), layout_of(2)), Region.BACKWARD)
+    kept, other, x = hand.shard("a"), hand.shard("b"), hand.input("x", 4, 4)
+    start = hand.reduction(hand.input("gradient", 4, 4), other)
+    y = hand.call(aten.mm.default, x, hand.gather(kept))
+    wait = hand.call(ops.REDUCE_WAIT, start, other, param="b")
+    program = hand.program([y, wait])
+    found = simulate(program, lambda _: 1.0, lambda node: 10.0 if node is start else 0.0)
+    assert (found.seconds, found.exposed) == (10.0, ((wait, 9.0),))
+
+
 def test_a_slow_link_is_the_bound() -> None:
     program = chain([4, 4, 4])
     apply(program, Schedule())

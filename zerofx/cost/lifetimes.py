@@ -111,9 +111,8 @@ def _left(
     last = len(place) - 1
     yield Lifetime("activations", None, "", ledger.unread_bytes(), 0, last)
     freed = {facts(free).param: place[free] for free in program.calls(FREE)}
-    for name in sorted(before.kept):
+    for name, size in sorted(before.kept.items()):
         if name in program.params:
-            size = program.params[name].full_bytes
             yield Lifetime("gathered", None, name, size, 0, freed.get(name, last))
 
 

@@ -18,14 +18,14 @@ from zerofx.cost.comm import Algorithms
 from zerofx.cost.compute import value_bytes
 from zerofx.cost.curve import CUT, Curve, Rows, note
 from zerofx.cost.fusion import values_inside_kernels
-from zerofx.ir.codes import gather_at, held_bytes
+from zerofx.cost.messages import is_copied, message_bytes
+from zerofx.ir.codes import gather_at
 from zerofx.ir.facts import Role, block_of, facts
 from zerofx.ir.ops import (
     FREE,
     KEEP,
     PROGRAM_OPS,
     REDUCE_START,
-    UNSHARD_START,
     computes,
     gradients,
     is_call,
@@ -47,16 +47,16 @@ class Held:
         values: bytes of each distinct piece of memory, by number.
         piece: which of them a saved value lies in, by name of its node.
         lasting: pieces that the caller holds until the step ends: the model's inputs and results.
-        kept: parameters whose full values stay.
+        kept: bytes of the full values that stay, by the names of their parameters.
     """
 
     values: Mapping[int, int]
     piece: Mapping[str, int]
     lasting: frozenset[int]
-    kept: frozenset[str]
+    kept: Mapping[str, int]
 
 
-NOTHING_HELD = Held({}, {}, frozenset(), frozenset())
+NOTHING_HELD = Held({}, {}, frozenset(), {})
 """Before a forward."""
 
 
@@ -95,7 +95,7 @@ def held_after(forward: Program, algorithms: Algorithms, *, fused: bool) -> Held
                 piece[value.name] = place
                 if owner.op == "placeholder" or value in returned:
                     lasting.add(place)
-    kept = frozenset(facts(node).param for node in forward.calls(KEEP))
+    kept = {facts(node).param: forward.full_bytes(node) for node in forward.calls(KEEP)}
     values = {place: ledger.size[owner] for owner, place in number.items()}
     return Held(values, piece, frozenset(lasting), kept)
 
@@ -138,7 +138,7 @@ class Ledger:
         """Add up over the program."""
         dies = self.deaths()
         of_grads = self.owners_of_gradients()
-        kept = sum(self._program.params[name].full_bytes for name in self._before.kept)
+        kept = sum(self._before.kept.values())
         live = np.array([self.unread_bytes(), 0, 0, kept], dtype=np.int64)
         points, block = list[tuple[str, str, Rows]](), ""
         for node in self._program.graph.nodes:
@@ -206,7 +206,9 @@ class Ledger:
             waits = waits_of(start)
             if any(map(_stays, self._specs(start))):
                 waits = self._program.graph.find_nodes(op="output")
-            for owner in {o for grad in gradients(start) for o in self.owners[grad]}:
+            pairs = zip(self._specs(start), gradients(start), strict=True)
+            sent = [grad for spec, grad in pairs if not is_copied(spec, grad)]
+            for owner in {o for grad in sent for o in self.owners[grad]}:
                 last[owner] = max(last[owner], *waits[:1], key=self._place.__getitem__)
         dies: dict[fx.Node, list[fx.Node]] = {}
         for owner in self.size:
@@ -225,12 +227,15 @@ class Ledger:
         start = gather_at(node)
         if start is None:
             return []
-        found = [s for s in self._specs(start) if s.name not in self._before.kept]
-        return [(spec, spec.full_bytes) for spec in found if spec.layout.temporary]
+        found = [(self._program.spec(wait), wait) for wait in waits_of(start)]
+        return [
+            (spec, self._program.full_bytes(wait))
+            for spec, wait in found
+            if spec is not None and spec.layout.temporary and spec.name not in self._before.kept
+        ]
 
     def _freed_at(self, node: fx.Node) -> int:
-        spec = self._program.spec(node) if is_call(node, FREE) else None
-        return spec.full_bytes if spec is not None else 0
+        return self._program.full_bytes(node) if is_call(node, FREE) else 0
 
     def reduced_at(self, node: fx.Node) -> list[tuple[ParamSpec, int]]:
         """Reduced gradients that a reduction allocates; they last until `zero_grad`."""
@@ -242,21 +247,8 @@ class Ledger:
 
     def message_at(self, node: fx.Node) -> int:
         """Bytes of buffers of the collective that starts here."""
-        specs = self._specs(node)
-        shards = specs[0].layout.num_shards if specs else 1
-        ways = self._algorithms
-        if shards == 1:
-            return 0
-        if codes := held_bytes(self._program, node):
-            return codes
-        if is_call(node, UNSHARD_START):
-            most = shards * ways.pack_chunk_bytes
-            small = [s.full_bytes for s in specs if s.full_bytes <= most]
-            return sum(small) if len(small) > 1 and specs[0].layout.temporary else 0
-        small = [s.full_bytes for s in specs if s.full_bytes <= ways.pack_bytes]
-        packed = sum(small) if len(small) > 1 else 0
-        received = max(0, shards - 2) * sum(s.full_bytes for s in specs) // shards
-        return packed + (received if ways.reduce_scatter == "point_to_point" else 0)
+        known = self._specs(node)
+        return message_bytes(self._program, node, self._algorithms) if known else 0
 
     def _message_until(self, node: fx.Node) -> int:
         """Memory of the collective whose first wait this is."""

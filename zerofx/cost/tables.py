@@ -93,7 +93,7 @@ class CommTable:
         }
 
     def bucket_bytes(self) -> int:
-        """Full size at which latency is a twentieth of a gather; between 1 and 16 MiB."""
+        """Full size that takes the link twenty times its latency; between 1 and 16 MiB."""
         cost = self.best("all_gather")
         if cost.beta <= 0:
             return MOST_BUCKET_BYTES

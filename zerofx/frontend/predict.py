@@ -82,9 +82,10 @@ def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> 
         before: of a backward program, what forward left behind.
     """
     machine, fused = setting.machine, setting.fused
-    timeline = timeline_of(program, machine, before.kept, fused=fused)
+    kept = frozenset(before.kept)
+    timeline = timeline_of(program, machine, kept, fused=fused)
     lives = lifetimes(program, machine.algorithms, fused=fused, before=before)
-    return Prediction(program, timeline, lives, before.kept)
+    return Prediction(program, timeline, lives, kept)
 
 
 def left_by(program: Program, setting: Setting) -> Held:

@@ -134,9 +134,10 @@ def simulate(
             spans.append(Span(node, "compute", now, now + coding))
             now += coding
         if is_start(node):
-            begin = max(now, link_free)
-            done[node] = link_free = begin + took
-            spans.append(Span(node, "link", begin, link_free))
+            begin = max(now, link_free) if took else now  # what is there waits for no link
+            done[node] = begin + took
+            link_free = max(link_free, done[node])
+            spans.append(Span(node, "link", begin, done[node]))
         elif computes(node):
             lost = _lost(took, link_free - now, host.contention)
             if lost:
