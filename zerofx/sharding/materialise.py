@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.session import Session
+from zerofx.sharding.recorder import recording
 from zerofx.sharding.replay import replay, window
 from zerofx.sharding.rows import own_rows
-from zerofx.sharding.tape import Ref, Tape, recording, tape_of
+from zerofx.sharding.tape import Ref, Tape, tape_of
 
 _REMEDY = (
     "build the model inside `with zerofx.meta_init():`, which records how values are made; or give "
