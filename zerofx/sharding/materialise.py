@@ -16,6 +16,7 @@ from zerofx.sharding.recorder import recording
 from zerofx.sharding.replay import replay, window
 from zerofx.sharding.rows import own_rows
 from zerofx.sharding.tape import Ref, Tape, tape_of
+from zerofx.sharding.unrecorded import marking, refuse_moved, refuse_written
 
 _REMEDY = (
     "build the model inside `with zerofx.meta_init():`, which records how values are made; or give "
@@ -34,6 +35,10 @@ def meta_init(device: str | torch.device | None = None) -> Iterator[None]:
     constructors do (custom initialisation, tied weights, buffers, conversions). The random state
     is not advanced.
 
+    What is done to the model between the block and its sharding is not recorded. Conversions,
+    copies and writes are refused then, except for writes that leave no trace: through `.data`, and
+    by `trunc_normal_`, `orthogonal_`, `sparse_` and `dirac_` of `nn.init`.
+
     Args:
         device: where the model will live; by default the accelerator, or the CPU without one.
 
@@ -41,7 +46,8 @@ def meta_init(device: str | torch.device | None = None) -> Iterator[None]:
         UnsupportedError: a constructor asks for a value that does not exist yet, or writes one into
             a tensor that has memory.
     """
-    with recording(Tape(torch.device(device) if device is not None else default_device())):
+    tape = Tape(torch.device(device) if device is not None else default_device())
+    with marking(tape), recording(tape):
         yield
 
 
@@ -84,8 +90,10 @@ def make_values(model: nn.Module, session: Session, but: Collection[int] = ()) -
     Raises:
         UnsupportedError: something would stay without a value; names it.
     """
-    tape = _tape_of(model) or _reset_tape(model, session.device)
     missing = [(name, value) for name, value in on_meta(model) if id(value) not in but]
+    refuse_moved(model, missing)
+    tape = _tape_of(model) or _reset_tape(model, session.device)
+    refuse_written(missing, tape)
     wanted: dict[int, list[tuple[Tensor, Ref]]] = {}
     for _, value in missing:
         ref = tape.ref(value)

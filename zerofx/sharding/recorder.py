@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import UnsupportedError
-from zerofx.sharding.tape import ALLOCATE, Step, Tape, flat, replaced, tensors_in
+from zerofx.sharding.tape import ALLOCATE, Step, Tape, flat, is_recorded, replaced, tensors_in
 from zerofx.torch_private import DispatchMode, init_that_asks, is_mutable, storage_key
 
 _TO_META = (*ALLOCATE, "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "normal")
@@ -22,8 +22,11 @@ _TO_META = (*ALLOCATE, "zeros", "ones", "full", "rand", "randn", "randint", "ran
 @contextlib.contextmanager
 def recording(tape: Tape) -> Iterator[None]:
     """Write down on `tape` what happens to tensors without memory."""
-    with _WholeCalls(tape), _Recorder(tape):
-        yield
+    try:
+        with _WholeCalls(tape), _Recorder(tape):
+            yield
+    finally:
+        tape.end()
 
 
 class _Recorder(DispatchMode):
@@ -89,7 +92,11 @@ class _WholeCalls(TorchFunctionMode):
     ) -> Any:
         if (asking := init_that_asks(func)) is not None:
             self._write_down(asking)
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        for value in tensors_in((args, kwargs, out)):
+            if is_recorded(value, self._tape):
+                self._tape.follow(value)
+        return out
 
     def _write_down(self, frame: FrameType) -> None:
         function = frame.f_globals[frame.f_code.co_name]

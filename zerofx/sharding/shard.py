@@ -19,7 +19,7 @@ from zerofx.runtime.dtensor_rules import answer_libraries
 from zerofx.runtime.host_memory import keep_freed_memory
 from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
-from zerofx.sharding import materialise, old_handles
+from zerofx.sharding import materialise, old_handles, unrecorded
 from zerofx.sharding.assignments import drop_unowned
 from zerofx.sharding.casts import cast_border, param_dtypes
 from zerofx.sharding.classes import bind
@@ -100,6 +100,7 @@ def shard_model(
     moves = bool(materialise.on_meta(model))  # what constructors computed is on the CPU yet
     rows = {} if given else make_values(model, session)
     _broadcast_buffers(model, session, moves=moves)
+    unrecorded.clear_marks(model)
     dtypes = param_dtypes(model, config.param_dtype)
 
     def sharded(key: int, old: nn.Parameter) -> ParamState:

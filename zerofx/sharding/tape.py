@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerofx.errors import UnsupportedError
 from zerofx.torch_private import storage_key
@@ -97,6 +97,8 @@ class Tape:
         self._alive: list[torch.UntypedStorage] = []
         self._known: set[int] = set()
         self._draws = False
+        self._followed: dict[int, Tensor] = {}
+        self._counts: list[tuple[int, Tensor, int]] = []
 
     def ref(self, value: Tensor) -> Ref:
         """What names `value`, whose storage knows the tape from here on."""
@@ -107,6 +109,23 @@ class Tape:
             vars(storage)[_TAPE] = self
         stride, offset = value.stride(), int(value.storage_offset())
         return Ref(key, storage.nbytes(), value.dtype, value.shape, stride, offset)
+
+    def follow(self, value: Tensor) -> None:
+        """Notice what is written to `value`, a tensor of the tape, once the recording has ended."""
+        if not value.is_inference():  # those count no writes
+            self._followed[id(value)] = value
+
+    def end(self) -> None:
+        """From here on writes are noticed, those that do not go through `.data`."""
+        for each in self._followed.values():
+            counter = each.detach()  # which shares the count of writes with its origin
+            counter.data = each.new_empty(0)  # and keeps no storage alive, which has the tape
+            self._counts.append((storage_key(each), counter, each._version))
+        self._followed.clear()
+
+    def written_since(self) -> set[int]:
+        """Storages that were written to after the end."""
+        return {key for key, counter, then in self._counts if counter._version > then}
 
     def begin_draw(self) -> None:
         """The next operation draws: recorded draws follow each other without another seed.
@@ -136,6 +155,13 @@ class Tape:
 def tape_of(value: Tensor) -> Tape | None:
     """The recording of a tensor without memory."""
     return vars(value.untyped_storage()).get(_TAPE)
+
+
+def is_recorded(value: Any, tape: Tape) -> bool:
+    """Whether `value` is a tensor without memory whose storage is on `tape`."""
+    if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
+        return False
+    return value.is_meta and value.layout is torch.strided and tape_of(value) is tape
 
 
 def random_state(device: torch.device) -> list[Tensor]:
