@@ -212,40 +212,6 @@ def test_each_rank_takes_its_own_accelerator(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen == [3], "a choice is not changed"
 
 
-def _asked() -> None:
-    def asks() -> nn.Module:
-        return nn.Linear(3, 3 if torch.rand(1).item() > 2 else 4)
-
-    with zerofx.meta_init(), refused("does not exist yet", "linspace", kind=UnsupportedError):
-        asks()
-    real = torch.arange(3.0)
-    with zerofx.meta_init(), refused("does not exist", kind=UnsupportedError):
-        real.copy_(torch.ones(3))
-    with zerofx.meta_init(), refused("random numbers", kind=UnsupportedError):
-        torch.arange(3.0).normal_()
-    seeded = refused("seeds the random generator", kind=UnsupportedError)
-    with zerofx.meta_init(), seeded, torch.random.fork_rng():
-        nn.Linear(3, 3)
-        torch.manual_seed(7)
-        nn.Linear(3, 3)
-    with zerofx.meta_init():
-        lost = nn.Module()
-        lost.a = nn.Parameter(torch.empty(3))
-        lost.b = copy.deepcopy(lost.a)
-    with refused("a (parameter)", "b (parameter)", kind=UnsupportedError):
-        zerofx.shard(lost, sharded_by(3))
-    with zerofx.meta_init():
-        one = nn.Linear(3, 3)
-    with zerofx.meta_init():
-        other = nn.Linear(3, 3)
-    with refused("different", "one block", kind=UnsupportedError):
-        zerofx.shard(nn.Sequential(one, other), sharded_by(3))
-
-
-def test_what_cannot_be_recorded_is_refused() -> None:
-    run_ranks(1, _asked)
-
-
 DEPTH, WIDTH = 12, 256
 LAYER = (WIDTH * WIDTH + WIDTH) * 4
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.session import Session
-from zerofx.sharding.recorder import recording
+from zerofx.sharding.recorder import current_tape, recording
 from zerofx.sharding.replay import replay, window
 from zerofx.sharding.rows import own_rows
 from zerofx.sharding.tape import Ref, Tape, tape_of
@@ -39,16 +39,39 @@ def meta_init(device: str | torch.device | None = None) -> Iterator[None]:
     copies and writes are refused then, except for writes that leave no trace: through `.data`, and
     by `trunc_normal_`, `orthogonal_`, `sparse_` and `dirac_` of `nn.init`.
 
+    A block inside of another one goes on with the outer one's recording.
+
     Args:
         device: where the model will live; by default the accelerator, or the CPU without one.
 
     Raises:
         UnsupportedError: a constructor asks for a value that does not exist yet, or writes one into
-            a tensor that has memory.
+            a tensor that has memory; or a block inside of another one names another device.
     """
+    outer = current_tape()
+    if outer is not None:
+        _refuse_other_device(outer, device)
+        yield
+        return
     tape = Tape(torch.device(device) if device is not None else default_device())
     with marking(tape), recording(tape):
         yield
+
+
+def _refuse_other_device(outer: Tape, device: str | torch.device | None) -> None:
+    """A block inside of another one goes on with its tape, which is replayed on one device."""
+    inner = outer.device if device is None else torch.device(device)
+    if inner.type != outer.device.type or _index(inner) != _index(outer.device):
+        raise UnsupportedError(
+            f"a block of meta_init({str(inner)!r}) lies inside of one for {outer.device}",
+            "name the same device in both, or none in the inner one",
+        )
+
+
+def _index(device: torch.device) -> int:
+    if device.index is None and device.type != "cpu":
+        return torch.accelerator.current_device_index()
+    return device.index or 0
 
 
 def default_device() -> torch.device:

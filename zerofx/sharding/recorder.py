@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -19,14 +20,24 @@ from zerofx.torch_private import DispatchMode, init_that_asks, is_mutable, stora
 _TO_META = (*ALLOCATE, "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "normal")
 
 
+_current: ContextVar[Tape | None] = ContextVar("being recorded on", default=None)
+
+
 @contextlib.contextmanager
 def recording(tape: Tape) -> Iterator[None]:
     """Write down on `tape` what happens to tensors without memory."""
+    token = _current.set(tape)
     try:
         with _WholeCalls(tape), _Recorder(tape):
             yield
     finally:
+        _current.reset(token)
         tape.end()
+
+
+def current_tape() -> Tape | None:
+    """What is recorded on here, inside a block; `None` outside."""
+    return _current.get()
 
 
 class _Recorder(DispatchMode):

@@ -1,0 +1,91 @@
+"""What a block of `meta_init` writes down, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.checkpoint.runs import bitwise, full, sharded_by
+from tests.contract.loops import refused
+from tests.ranks import run_ranks
+from zerofx.errors import UnsupportedError
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(value) for name, value in model.state_dict().items()}
+
+
+def _asked() -> None:
+    def asks() -> nn.Module:
+        return nn.Linear(3, 3 if torch.rand(1).item() > 2 else 4)
+
+    with zerofx.meta_init(), refused("does not exist yet", "linspace", kind=UnsupportedError):
+        asks()
+    real = torch.arange(3.0)
+    with zerofx.meta_init(), refused("does not exist", kind=UnsupportedError):
+        real.copy_(torch.ones(3))
+    with zerofx.meta_init(), refused("random numbers", kind=UnsupportedError):
+        torch.arange(3.0).normal_()
+    seeded = refused("seeds the random generator", kind=UnsupportedError)
+    with zerofx.meta_init(), seeded, torch.random.fork_rng():
+        nn.Linear(3, 3)
+        torch.manual_seed(7)
+        nn.Linear(3, 3)
+    with zerofx.meta_init():
+        lost = nn.Module()
+        lost.a = nn.Parameter(torch.empty(3))
+        lost.b = copy.deepcopy(lost.a)
+    with refused("a (parameter)", "b (parameter)", kind=UnsupportedError):
+        zerofx.shard(lost, sharded_by(3))
+    with zerofx.meta_init():
+        one = nn.Linear(3, 3)
+    with zerofx.meta_init():
+        other = nn.Linear(3, 3)
+    with refused("different", "one block", kind=UnsupportedError):
+        zerofx.shard(nn.Sequential(one, other), sharded_by(3))
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    run_ranks(1, _asked)
+
+
+class Nested(nn.Module):
+    """A part of it is built by a function that knows `meta_init`, and changed afterwards."""
+
+    def __init__(self, inner: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(9, 30)
+        with zerofx.meta_init() if inner else contextlib.nullcontext():
+            self.part = nn.Linear(30, 4)
+            nn.init.trunc_normal_(self.part.weight)
+        nn.init.constant_(self.part.bias, 3.0)
+        self.last = nn.Linear(4, 2)
+        with torch.no_grad():
+            self.part.weight.mul_(2)
+        self.part.double()
+
+
+def _nested() -> None:
+    torch.manual_seed(3)
+    wanted = Nested(inner=False)
+    torch.manual_seed(3)
+    with zerofx.meta_init("cpu"):
+        model = Nested(inner=True)
+    zerofx.shard(model, sharded_by(3))
+    bitwise(_values(model), _values(wanted))
+    with zerofx.meta_init("cpu"):
+        with zerofx.meta_init("cpu:0"):
+            nn.Linear(3, 3)
+        other = refused("'meta'", "cpu", "the same device", kind=UnsupportedError)
+        with other, zerofx.meta_init("meta"):
+            pass
+        model = nn.Linear(3, 3)
+    zerofx.shard(model, sharded_by(3))
+
+
+def test_a_block_inside_of_another_one_goes_on_with_it() -> None:
+    run_ranks(2, _nested)
