@@ -25,7 +25,7 @@ OWNERS = {
     "_custom_op_handlers": "torch.distributed.tensor.DTensor._op_dispatcher",
     "_expr": None,  # torch.fx.experimental.sym_node.SymNode sets it when it is made
     "_isolate_recompiles_id": None,  # where torch.compile takes isolate_recompiles
-    "_cdata": "torch.UntypedStorage",
+    "_cdata": "torch.UntypedStorage",  # of torch.Generator, too
     "_foreach_copy_": "torch.ops.aten",
     "_foreach_lerp_": "torch.ops.aten",
     "_foreach_norm": "torch.ops.aten",

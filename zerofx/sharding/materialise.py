@@ -31,9 +31,10 @@ def meta_init(device: str | torch.device | None = None) -> Iterator[None]:
 
     Constructors run, but their tensors have no memory: what would be done to them is recorded. When
     the model is sharded, that is done parameter by parameter, and a rank keeps its rows only.
-    Values equal those of a single process with the seed of rank 0, bit by bit, whatever the
-    constructors do (custom initialisation, tied weights, buffers, conversions). The random state
-    is not advanced.
+    Values equal those of a single process with the seeds of rank 0, bit by bit, whatever the
+    constructors do (custom initialisation, tied weights, buffers, conversions). After the block
+    torch's generators are as they were before it, and given ones as they were when something was
+    first drawn from them.
 
     What is done to the model between the block and its sharding is not recorded. Conversions,
     copies and writes are refused then, except for writes that leave no trace: through `.data`, and

@@ -10,15 +10,25 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 
 from zerofx.errors import UnsupportedError
-from zerofx.sharding.tape import ALLOCATE, Step, Tape, flat, is_recorded, replaced, tensors_in
+from zerofx.sharding.streams import Draw
+from zerofx.sharding.tape import (
+    ALLOCATE,
+    Step,
+    Tape,
+    flat,
+    is_recorded,
+    leaves,
+    replaced,
+    sources_in,
+    tensors_in,
+)
 from zerofx.torch_private import DispatchMode, init_that_asks, is_mutable, storage_key
 
 _TO_META = (*ALLOCATE, "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "normal")
-
 
 _current: ContextVar[Tape | None] = ContextVar("being recorded on", default=None)
 
@@ -26,13 +36,14 @@ _current: ContextVar[Tape | None] = ContextVar("being recorded on", default=None
 @contextlib.contextmanager
 def recording(tape: Tape) -> Iterator[None]:
     """Write down on `tape` what happens to tensors without memory."""
-    token = _current.set(tape)
+    token, recorder = _current.set(tape), _Recorder(tape)
     try:
-        with _WholeCalls(tape), _Recorder(tape):
+        with _WholeCalls(tape, recorder), recorder:
             yield
     finally:
         _current.reset(token)
         tape.end()
+        tape.streams.give_back()
 
 
 def current_tape() -> Tape | None:
@@ -46,16 +57,20 @@ class _Recorder(DispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+        self._paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self._paused:
+            return func(*args, **kwargs)
         if func.overloadpacket.__name__ in _TO_META and "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         mixed = list(tensors_in((args, kwargs)))
         if not any(map(_on_meta, mixed)) and not _is_meta(kwargs.get("device")):
-            _refuse_random(func, kwargs)
+            if _draws(func):
+                self._refuse_random(func, args, kwargs)
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise UnsupportedError(
@@ -70,22 +85,52 @@ class _Recorder(DispatchMode):
                 f"that does ({func})",
                 "make both tensors in the same way: with torch.empty, zeros, ones, full or rand",
             )
-        if _draws(func, kwargs):
-            self._tape.begin_draw()
         before = {storage_key(value) for value in mixed if _on_meta(value)}
         # Real values meet values without memory: only shapes matter now.
         out = func(*replaced(args, _to_meta), **replaced(kwargs, _to_meta))
         results = tuple(self._note(value) for value in flat(out))
         fresh = any(ref is not None and ref.storage not in before for ref in results)
         if fresh or is_mutable(func):
-            step = Step(func, replaced(args, self._note), replaced(kwargs, self._note), results)
-            self._tape.steps.append(step)
+            self._write_down(func, args, kwargs, results)
         return out
 
+    def write_whole_call(self, function: Any, target: Tensor, given: dict[str, Any]) -> None:
+        """Write down a function of `nn.init`, which may draw from torch's own generators, too."""
+        self._paused = True
+        try:
+            given = replaced(given, self._note)
+            draws = self._tape.streams.draw([*self._tape.streams.default, *sources_in(given)])
+            step = Step(function, (self._tape.ref(target),), given, (None,), draws)
+            self._tape.steps.append(step)
+        finally:
+            self._paused = False
+
+    def _write_down(self, func: Any, args: Any, kwargs: Any, results: tuple[Any, ...]) -> None:
+        args, kwargs = replaced(args, self._note), replaced(kwargs, self._note)
+        draws: tuple[Draw, ...] = ()
+        if _draws(func):
+            streams = self._tape.streams
+            draws = streams.draw([*sources_in((args, kwargs))] or streams.default)
+        self._tape.steps.append(Step(func, args, kwargs, results, draws))
+
     def _note(self, value: Any) -> Any:
+        if isinstance(value, Generator):
+            return self._tape.streams.source(value)
         if isinstance(value, Tensor) and _on_meta(value):
             return self._tape.ref(value)
         return value.detach().clone() if isinstance(value, Tensor) else value
+
+    def _refuse_random(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Numbers that are drawn at once would be those of what is only recorded."""
+        streams = self._tape.streams
+        given = [item for item in leaves((args, kwargs)) if isinstance(item, Generator)]
+        if not given or any(streams.is_default(each) or streams.has_drawn(each) for each in given):
+            raise UnsupportedError(
+                "a constructor inside meta_init fills memory that exists with random numbers "
+                f"({func})",
+                "make the tensor with torch.empty, zeros, ones, full or rand, or pass a generator "
+                "that nothing else draws from",
+            )
 
 
 class _WholeCalls(TorchFunctionMode):
@@ -94,9 +139,10 @@ class _WholeCalls(TorchFunctionMode):
     They ask for `is_meta` and return; what they would do depends on values (rejection sampling).
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, recorder: _Recorder) -> None:
         super().__init__()
         self._tape = tape
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -114,23 +160,12 @@ class _WholeCalls(TorchFunctionMode):
         given = {name: frame.f_locals[name] for name in inspect.signature(function).parameters}
         target = given.pop("tensor")
         if _on_meta(target):
-            self._tape.begin_draw()
-            step = Step(function, (self._tape.ref(target),), given, (None,))
-            self._tape.steps.append(step)
+            self._recorder.write_whole_call(function, target, given)
 
 
-def _refuse_random(func: Any, kwargs: dict[str, Any]) -> None:
-    """Random numbers that are drawn at once would be those of what is only recorded."""
-    if _draws(func, kwargs):
-        raise UnsupportedError(
-            f"a constructor inside meta_init fills memory that exists with random numbers ({func})",
-            "make the tensor with torch.empty, zeros, ones, full or rand, or pass a generator",
-        )
-
-
-def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation takes numbers from torch's own generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+def _draws(func: Any) -> bool:
+    """Whether an operation takes random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _to_meta(value: Any) -> Any:

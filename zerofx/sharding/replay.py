@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.runtime.comm import Comm
-from zerofx.sharding.tape import Ref, Step, Tape, flat, replaced
+from zerofx.sharding.streams import Generators, Source, states_of
+from zerofx.sharding.tape import Ref, Step, Tape, flat, replaced, tensors_in
 from zerofx.torch_private import all_gather_flat
 
 _SOON = 16
@@ -32,25 +33,25 @@ def replay(tape: Tape, comm: Comm, finish: Finish) -> None:
 
     Args:
         tape: the same on every rank.
-        comm: the ranks; the first one's random state is used, and nobody's is changed.
+        comm: the ranks; random states are those of the first one, and generators stay as they are.
         finish: called with each storage after its last use; after that it is dropped.
     """
-    states: list[Any] = [tape.random_state]
+    draws = [draw for step in tape.steps for draw in step.draws]
+    told: list[Any] = [states_of(draws)]
     if comm.size > 1:
-        dist.broadcast_object_list(states, comm.ranks[0], group=comm.group)
+        dist.broadcast_object_list(told, comm.ranks[0], group=comm.group)
     devices = [tape.device] if tape.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.set_rng_state(states[0][0])
-        if devices:
-            torch.cuda.set_rng_state(states[0][1], tape.device)
-        _Replay(tape, comm, finish).run()
+        generators = Generators(tape.streams, tape.device, draws, told[0])
+        _Replay(tape, comm, finish, generators).run()
 
 
 class _Replay:
-    def __init__(self, tape: Tape, comm: Comm, finish: Finish) -> None:
+    def __init__(self, tape: Tape, comm: Comm, finish: Finish, generators: Generators) -> None:
         self._tape = tape
         self._comm = comm
         self._finish = finish
+        self._generators = generators
         self._whole: dict[int, torch.UntypedStorage] = {}
         self._divided: dict[int, tuple[Tensor, int]] = {}
         self._uses: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
@@ -66,16 +67,24 @@ class _Replay:
                 self._put_away(storage, number)
 
     def _run(self, step: Step) -> None:
+        drawn = [self._generators[source].device for source in step.sources]
+        away = next((device for device in drawn if device.type != self._tape.device.type), None)
+
         def real(value: Any) -> Any:
             if isinstance(value, Ref):
                 return self._tensor(value, step)
+            if isinstance(value, Source):
+                return self._generators[value]
             if isinstance(value, torch.device):
-                return self._tape.device
+                return away or self._tape.device
             return value.to(self._tape.device) if isinstance(value, Tensor) else value
 
-        args, kwargs = replaced(step.args, real), replaced(step.kwargs, real)
-        for ref, value in zip(step.results, flat(step.op(*args, **kwargs)), strict=True):
+        given = replaced((step.args, step.kwargs), real)
+        with self._generators.drawing(step.draws):
+            out = _called_on(away, step.op, *given) if away else step.op(*given[0], **given[1])
+        for ref, value in zip(step.results, flat(out), strict=True):
             if ref is not None and ref.storage not in self._whole:
+                value = value.to(self._tape.device)
                 self._whole[ref.storage] = _laid_out(value, ref).untyped_storage()
 
     def _tensor(self, ref: Ref, step: Step) -> Tensor:
@@ -113,6 +122,19 @@ class _Replay:
         whole = _allocate(num_bytes, self._tape.device)
         _bytes(whole).copy_(out[:num_bytes])
         return whole
+
+
+def _called_on(device: torch.device, op: Any, args: Any, kwargs: Any) -> Any:
+    """Call `op` where its generator is, and bring back what it wrote."""
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    there = replaced((args, kwargs), moved)
+    out = op(*there[0], **there[1])
+    for mine, its in zip(tensors_in((args, kwargs)), tensors_in(there), strict=True):
+        mine.copy_(its)
+    return out
 
 
 def window(storage: torch.UntypedStorage, ref: Ref) -> Tensor:

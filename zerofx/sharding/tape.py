@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerofx.errors import UnsupportedError
+from zerofx.sharding.streams import Draw, Source, Streams
 from zerofx.torch_private import storage_key
 
 _TAPE = "_zerofx_tape"
@@ -49,12 +49,14 @@ class Step:
         args: positional arguments.
         kwargs: keyword arguments.
         results: what it returns, flattened; `None` for other things than tensors of the tape.
+        draws: random numbers that it may draw.
     """
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[Ref | None, ...]
+    draws: tuple[Draw, ...] = ()
 
     @property
     def name(self) -> str:
@@ -66,6 +68,11 @@ class Step:
         """Everything it reads or writes."""
         refs = [*refs_in(self.args), *refs_in(self.kwargs), *refs_in(self.results)]
         return frozenset(ref.storage for ref in refs)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Generators that it is given."""
+        return tuple(sources_in((self.args, self.kwargs)))
 
     def overwrites(self, storage: int) -> bool:
         """Whether what was in `storage` does not matter from here on."""
@@ -87,16 +94,15 @@ class Tape:
     Attributes:
         steps: them.
         device: where they will run.
-        random_state: of the generators at the first draw, CPU's and the device's.
+        streams: random numbers that they draw.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.steps: list[Step] = []
         self.device = device
-        self.random_state = random_state(device)
+        self.streams = Streams(device)
         self._alive: list[torch.UntypedStorage] = []
         self._known: set[int] = set()
-        self._draws = False
         self._followed: dict[int, Tensor] = {}
         self._counts: list[tuple[int, Tensor, int]] = []
 
@@ -127,20 +133,6 @@ class Tape:
         """Storages that were written to after the end."""
         return {key for key, counter, then in self._counts if counter._version > then}
 
-    def begin_draw(self) -> None:
-        """The next operation draws: recorded draws follow each other without another seed.
-
-        Raises:
-            UnsupportedError: a constructor seeded the generator since the first one.
-        """
-        if not self._draws:
-            self._draws, self.random_state = True, random_state(self.device)
-        if not torch.equal(torch.get_rng_state(), self.random_state[0]):
-            raise UnsupportedError(
-                "a constructor inside meta_init seeds the random generator after it drew from it",
-                "seed before that, or draw from a torch.Generator of the model's own",
-            )
-
     def written(self) -> set[int]:
         """Storages that are given values, and not only allocated, or copied from such."""
         done: set[int] = set()
@@ -164,12 +156,6 @@ def is_recorded(value: Any, tape: Tape) -> bool:
     return value.is_meta and value.layout is torch.strided and tape_of(value) is tape
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    """Of the CPU's generator, and of the device's own if it has one."""
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_device]
-
-
 def flat(out: Any) -> list[Any]:
     """The things that an operation returns."""
     return list(out) if isinstance(out, (tuple, list)) else [out]
@@ -177,12 +163,17 @@ def flat(out: Any) -> list[Any]:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Tensors among arguments, nested ones too."""
-    return (item for item in _leaves(value) if isinstance(item, Tensor))
+    return (item for item in leaves(value) if isinstance(item, Tensor))
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
     """References among arguments, nested ones too."""
-    return (item for item in _leaves(value) if isinstance(item, Ref))
+    return (item for item in leaves(value) if isinstance(item, Ref))
+
+
+def sources_in(value: Any) -> Iterator[Source]:
+    """Generators of the tape among arguments, nested ones too."""
+    return (item for item in leaves(value) if isinstance(item, Source))
 
 
 def replaced(value: Any, change: Any) -> Any:
@@ -194,7 +185,8 @@ def replaced(value: Any, change: Any) -> Any:
     return change(value)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """What is nested in tuples, lists and dictionaries."""
     items: Iterable[Any] | None = None
     if isinstance(value, dict):
         items = value.values()
@@ -204,4 +196,4 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
     else:
         for item in items:
-            yield from _leaves(item)
+            yield from leaves(item)

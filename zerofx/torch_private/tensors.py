@@ -276,6 +276,11 @@ def storage_key(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def generator_key(generator: Any) -> int:
+    """Names a generator while it lives; operations see other Python objects than callers."""
+    return generator._cdata
+
+
 def memory_of(value: Any) -> int | None:
     """Names the storage of what Dynamo saw at a node.
 
