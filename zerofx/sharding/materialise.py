@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.session import Session
+from zerofx.sharding.agreement import agree
 from zerofx.sharding.recorder import current_tape, recording
 from zerofx.sharding.replay import replay, window
 from zerofx.sharding.rows import own_rows
@@ -122,6 +123,7 @@ def make_values(model: nn.Module, session: Session, but: Collection[int] = ()) -
     for _, value in missing:
         ref = tape.ref(value)
         wanted.setdefault(ref.storage, []).append((value, ref))
+    agree(tape, [(name, tape.ref(value)) for name, value in missing], session.world)
     _refuse_unset(missing, tape)
     rows: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
