@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,18 @@ def _asked() -> None:
 
     with zerofx.meta_init(), refused("does not exist yet", "linspace", kind=UnsupportedError):
         asks()
-    real = torch.arange(3.0)
-    with zerofx.meta_init(), refused("does not exist", kind=UnsupportedError):
-        real.copy_(torch.ones(3))
+    real, index = torch.arange(3.0), torch.arange(3)
+    writes: list[Callable[[Tensor], object]] = [
+        lambda unknown: real.copy_(unknown),
+        lambda unknown: torch.add(unknown, 1, out=real),
+        lambda unknown: torch.sort(unknown, out=(torch.empty(3), index)),
+        lambda unknown: torch.addmv(unknown, unknown.expand(3, 3), unknown, out=real),
+    ]
+    for write in writes:
+        kept = real.clone()
+        with zerofx.meta_init(), refused("does not exist", kind=UnsupportedError):
+            write(torch.ones(3))
+        assert torch.equal(real, kept)
     with zerofx.meta_init(), refused("random numbers", kind=UnsupportedError):
         torch.arange(3.0).normal_()
     with zerofx.meta_init():

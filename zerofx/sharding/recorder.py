@@ -26,7 +26,13 @@ from zerofx.sharding.tape import (
     sources_in,
     tensors_in,
 )
-from zerofx.torch_private import DispatchMode, init_that_asks, is_mutable, storage_key
+from zerofx.torch_private import (
+    DispatchMode,
+    init_that_asks,
+    is_mutable,
+    storage_key,
+    written_by,
+)
 
 _TO_META = (*ALLOCATE, "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "normal")
 
@@ -79,7 +85,7 @@ class _Recorder(DispatchMode):
                 "compute it from torch.tensor, arange or linspace, whose values exist; or build "
                 "the model outside of meta_init",
             )
-        if is_mutable(func) and isinstance(args[0], Tensor) and not _on_meta(args[0]):
+        if not all(map(_on_meta, tensors_in(written_by(func, args, kwargs)))):
             raise UnsupportedError(
                 "a constructor inside meta_init writes a value that does not exist yet into memory "
                 f"that does ({func})",

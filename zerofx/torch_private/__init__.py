@@ -137,6 +137,7 @@ from zerofx.torch_private.tensors import (
     unwrap_compiled,
     with_local,
     with_values,
+    written_by,
 )
 from zerofx.torch_private.turns import in_turns
 from zerofx.torch_private.views import follow_views, is_traced
@@ -265,4 +266,5 @@ __all__ = [
     "with_values",
     "without_parts",
     "without_step_hooks",
+    "written_by",
 ]
