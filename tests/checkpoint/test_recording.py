@@ -94,3 +94,35 @@ def _nested() -> None:
 
 def test_a_block_inside_of_another_one_goes_on_with_it() -> None:
     run_ranks(2, _nested)
+
+
+class Halves(nn.Module):
+    """Parameters in one stretch of memory, which do not overlap; and two that are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one, other = torch.rand(6, 4).chunk(2)
+        self.one, self.other = nn.Parameter(one), nn.Parameter(other)
+        self.first, self.last = nn.Linear(9, 9), nn.Linear(9, 9)
+        self.first.weight = self.last.weight
+
+
+def _shared() -> None:
+    torch.manual_seed(3)
+    wanted = Halves()
+    torch.manual_seed(3)
+    with zerofx.meta_init():
+        model = Halves()
+    zerofx.shard(model, sharded_by(3))
+    assert model.first.weight is model.last.weight
+    bitwise(_values(model), _values(wanted))
+    for block in (zerofx.meta_init(), torch.device("meta"), torch.device("cpu")):
+        with block:
+            tied = nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)])
+            tied[0].weight.data = tied[1].weight.data
+        with refused("0.weight and 1.weight", "the same object", kind=UnsupportedError):
+            zerofx.shard(tied, sharded_by(3))
+
+
+def test_parameters_that_share_memory() -> None:
+    run_ranks(2, _shared)

@@ -18,6 +18,7 @@ from zerofx.torch_private import (
     fake_mode_of,
     is_made_of_tensors,
     past_recompile_limit,
+    storage_key,
 )
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
@@ -118,14 +119,14 @@ def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         UnsupportedError: names them.
     """
     placed = sorted(
-        ((tensor.data_ptr(), name, tensor) for name, tensor in named if _has_memory(tensor)),
-        key=lambda each: each[:2],
+        ((*_place(tensor), name, tensor) for name, tensor in named if _is_placed(tensor)),
+        key=lambda each: each[:3],
     )
     shared: list[str] = []
-    for place, (start, one, first) in enumerate(placed):
+    for number, (memory, start, one, first) in enumerate(placed):
         end = start + _reach(first) * first.element_size()
-        for begin, other, second in placed[place + 1 :]:
-            if begin >= end:
+        for elsewhere, begin, other, second in placed[number + 1 :]:
+            if elsewhere != memory or begin >= end:
                 break
             trains = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
             if trains and _overlap(first, second):
@@ -139,10 +140,17 @@ def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    if isinstance(tensor, DTensor) or tensor.is_meta or fake_mode_of([tensor]) is not None:
+def _is_placed(tensor: Tensor) -> bool:
+    if isinstance(tensor, DTensor) or fake_mode_of([tensor]) is not None:
         return False
     return tensor.layout is torch.strided and tensor.nbytes > 0
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """A storage that has no memory yet, or 0 for all that is there; and the bytes before it."""
+    if tensor.is_meta:
+        return storage_key(tensor), int(tensor.storage_offset()) * tensor.element_size()
+    return 0, tensor.data_ptr()
 
 
 def _reach(tensor: Tensor) -> int:
