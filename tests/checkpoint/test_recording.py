@@ -44,7 +44,7 @@ def _asked() -> None:
         lost = nn.Module()
         lost.a = nn.Parameter(torch.empty(3))
         lost.b = copy.deepcopy(lost.a)
-    with refused("a (parameter)", "b (parameter)", kind=UnsupportedError):
+    with refused("a (parameter)", "b (parameter)", "in the constructor", kind=UnsupportedError):
         zerofx.shard(lost, sharded_by(3))
     with zerofx.meta_init():
         one = nn.Linear(3, 3)
@@ -126,3 +126,37 @@ def _shared() -> None:
 
 def test_parameters_that_share_memory() -> None:
     run_ranks(2, _shared)
+
+
+class Empty(nn.Module):
+    """Nothing says which values tensors without elements have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 7))
+        self.register_buffer("nothing", torch.empty(0))
+        self.last = nn.Linear(9, 9)
+
+
+class Joined(Empty):
+    """Its parameter is made of one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = nn.Parameter(torch.cat([torch.empty(0, 3), torch.ones(4, 3)]))
+
+
+def _without_elements() -> None:
+    builds = ((Joined, zerofx.meta_init()), (Empty, torch.device("meta")))
+    for build, block in builds:
+        torch.manual_seed(3)
+        wanted = build()
+        torch.manual_seed(3)
+        with block:
+            model = build()
+        zerofx.shard(model, sharded_by(3))
+        bitwise(_values(model), _values(wanted))
+
+
+def test_tensors_without_elements_need_no_values() -> None:
+    run_ranks(2, _without_elements)

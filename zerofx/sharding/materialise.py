@@ -24,6 +24,10 @@ _REMEDY = (
     "the modules a reset_parameters() that sets them; or read them from a file with "
     "zerofx.load_safetensors(model, path, config)"
 )
+_REMEDY_INSIDE = (
+    "give them values in the constructor, by nn.init or by torch.zeros in place of torch.empty; or "
+    "read them from a file with zerofx.load_safetensors(model, path, config)"
+)
 
 
 @contextlib.contextmanager
@@ -117,14 +121,16 @@ def make_values(model: nn.Module, session: Session, but: Collection[int] = ()) -
     """
     missing = [(name, value) for name, value in on_meta(model) if id(value) not in but]
     refuse_moved(model, missing)
-    tape = _tape_of(model) or _reset_tape(model, session.device)
+    inside = _tape_of(model)
+    built = {id(value) for _, value in missing if inside and tape_of(value) is inside}
+    tape = inside or _reset_tape(model, session.device)
     refuse_written(missing, tape)
     wanted: dict[int, list[tuple[Tensor, Ref]]] = {}
     for _, value in missing:
         ref = tape.ref(value)
         wanted.setdefault(ref.storage, []).append((value, ref))
     agree(tape, [(name, tape.ref(value)) for name, value in missing], session.world)
-    _refuse_unset(missing, tape)
+    _refuse_unset(missing, tape, built)
     rows: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
 
@@ -198,12 +204,21 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
     return visit(model)
 
 
-def _refuse_unset(missing: list[tuple[str, Tensor]], tape: Tape) -> None:
+def _refuse_unset(missing: list[tuple[str, Tensor]], tape: Tape, built: set[int]) -> None:
     written = tape.written()
     lost = [
-        f"{name} ({'parameter' if isinstance(value, nn.Parameter) else 'buffer'})"
+        (name, value)
         for name, value in missing
-        if tape.ref(value).storage not in written
+        if value.numel() and tape.ref(value).storage not in written
     ]
     if lost:
-        raise UnsupportedError("nothing says which values these have", _REMEDY, lost)
+        inside = all(id(value) in built for _, value in lost)
+        raise UnsupportedError(
+            "nothing says which values these have",
+            _REMEDY_INSIDE if inside else _REMEDY,
+            [f"{name} ({_kind(value)})" for name, value in lost],
+        )
+
+
+def _kind(value: Tensor) -> str:
+    return "parameter" if isinstance(value, nn.Parameter) else "buffer"

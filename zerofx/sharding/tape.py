@@ -137,7 +137,7 @@ class Tape:
         """Storages that are given values, and not only allocated, or copied from such."""
         done: set[int] = set()
         for step in filter(lambda step: step.gives_values, self.steps):
-            read = {ref.storage for ref in refs_in((step.args, step.kwargs))}
+            read = {ref.storage for ref in refs_in((step.args, step.kwargs)) if ref.num_bytes}
             made = {ref.storage for ref in refs_in(step.results)} or read
             if made & read or read <= done:
                 done |= made

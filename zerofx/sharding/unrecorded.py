@@ -68,7 +68,8 @@ def refuse_moved(model: nn.Module, missing: Iterable[tuple[str, Tensor]]) -> Non
         if _MARK in vars(module)
         for value in (*module._parameters.values(), *module._buffers.values())
     }
-    moved = [name for name, value in missing if id(value) in marked and tape_of(value) is None]
+    lost = [(name, value) for name, value in missing if id(value) in marked and value.numel()]
+    moved = [name for name, value in lost if tape_of(value) is None]
     if moved:
         raise UnsupportedError(
             "modules were built inside meta_init, then converted, moved or copied after it",
