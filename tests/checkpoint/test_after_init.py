@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
@@ -50,12 +51,14 @@ def _converted() -> None:
     ]
     for change in changes:
         changed = change(_built())
-        with refused("first.weight", "last.bias", "scale", "at the end", kind=UnsupportedError):
-            zerofx.shard(changed, sharded_by(3))
+        for _ in range(2):
+            with refused("first.weight", "last.bias", "scale", "at the end", kind=UnsupportedError):
+                zerofx.shard(changed, sharded_by(3))
     some = _built()
     some.last.double()
-    with refused("last.weight", "converted", kind=UnsupportedError):
-        zerofx.shard(some, sharded_by(3))
+    for _ in range(2):
+        with refused("last.weight", "converted", kind=UnsupportedError):
+            zerofx.shard(some, sharded_by(3))
     torch.manual_seed(3)
     bitwise(_values(zerofx.shard(_built(nn.Module.half), sharded_by(3))), _values(Own().half()))
 
@@ -99,6 +102,21 @@ def _written() -> None:
 
 def test_writes_after_the_block_are_refused() -> None:
     run_ranks(1, _written)
+
+
+def _written_on_one() -> None:
+    model = _built()
+    with torch.no_grad():
+        model.last.bias.fill_(1) if dist.get_rank() == 0 else None
+    with refused("rank 0 and rank 1", "last.bias is", "as recorded", kind=UnsupportedError):
+        zerofx.shard(model, sharded_by(3))
+    copied = copy.deepcopy(_built()) if dist.get_rank() else _built()
+    with refused("rank 0 and rank 1", kind=UnsupportedError):
+        zerofx.shard(copied, sharded_by(3))
+
+
+def test_what_one_rank_alone_does_is_refused_on_all() -> None:
+    run_ranks(2, _written_on_one)
 
 
 def _harmless() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from zerofx.sharding.streams import Draw
 from zerofx.sharding.tape import Ref, Step, Tape, leaves, replaced
 
 
-def agree(tape: Tape, wanted: Iterable[tuple[str, Ref]], comm: Comm) -> None:
+def agree(tape: Tape, wanted: Mapping[str, Ref], changed: Mapping[str, str], comm: Comm) -> None:
     """Give the tape of every rank the constants of the first one; every rank must call it.
 
     Args:
         tape: of this rank.
         wanted: what is to be made, by name.
+        changed: what was done to some of it since, by name.
         comm: the ranks.
 
     Raises:
@@ -35,7 +36,7 @@ def agree(tape: Tape, wanted: Iterable[tuple[str, Ref]], comm: Comm) -> None:
     """
     if comm.size == 1:
         return
-    lines = list(_lines(tape, wanted))
+    lines = list(_lines(tape, wanted, changed))
     constants = [leaf for step in tape.steps for leaf in _constants(step)]
     mine = _digest(line.encode() for line in lines), _digest(map(_bytes, constants))
     said: list[Any] = [None] * comm.size
@@ -48,7 +49,7 @@ def agree(tape: Tape, wanted: Iterable[tuple[str, Ref]], comm: Comm) -> None:
         tape.steps = [_with_constants(step, first) for step in tape.steps]
 
 
-def _lines(tape: Tape, wanted: Iterable[tuple[str, Ref]]) -> Iterator[str]:
+def _lines(tape: Tape, wanted: Mapping[str, Ref], changed: Mapping[str, str]) -> Iterator[str]:
     """A tape without its constants; storages have numbers in the order in which they are met."""
     numbers: dict[int, int] = {}
 
@@ -70,8 +71,8 @@ def _lines(tape: Tape, wanted: Iterable[tuple[str, Ref]]) -> Iterator[str]:
     for step in tape.steps:
         draws = [(draw.source.number, _origin(draw)) for draw in step.draws]
         yield f"{step.name}({text(step.args)}, {text(step.kwargs)}) -> {text(step.results)} {draws}"
-    for name, ref in wanted:
-        yield f"{name} is {text(ref)}"
+    for name, ref in wanted.items():
+        yield f"{name} is {text(ref)} {changed.get(name, 'as recorded')}"
 
 
 def _origin(draw: Draw) -> str:
@@ -101,8 +102,8 @@ def _refuse(lines: Sequence[str], odd: int, comm: Comm) -> None:
     number, pair = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     ranks = [f"rank {comm.ranks[each]}" for each in (0, odd)]
     raise UnsupportedError(
-        f"{ranks[0]} and {ranks[1]} build different models: step {number} of what constructors do "
-        "is not the same",
+        f"{ranks[0]} and {ranks[1]} build different models: they differ first in step {number} of "
+        "what meta_init recorded",
         "build the model in the same way on every rank; numbers may differ (rank 0's are used), "
         "but not which operations make a value, or where they set seeds",
         [f"{rank}: {line or 'nothing more'}" for rank, line in zip(ranks, pair, strict=True)],

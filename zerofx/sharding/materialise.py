@@ -16,8 +16,9 @@ from zerofx.sharding.agreement import agree
 from zerofx.sharding.recorder import current_tape, recording
 from zerofx.sharding.replay import replay, window
 from zerofx.sharding.rows import own_rows
-from zerofx.sharding.tape import Ref, Tape, tape_of
-from zerofx.sharding.unrecorded import marking, refuse_moved, refuse_written
+from zerofx.sharding.tape import Ref, Tape, ref_to, tape_of
+from zerofx.sharding.unrecorded import changes, marking, refuse_changes
+from zerofx.torch_private import storage_key
 
 _REMEDY = (
     "build the model inside `with zerofx.meta_init():`, which records how values are made; or give "
@@ -120,17 +121,18 @@ def make_values(model: nn.Module, session: Session, but: Collection[int] = ()) -
         UnsupportedError: something would stay without a value; names it.
     """
     missing = [(name, value) for name, value in on_meta(model) if id(value) not in but]
-    refuse_moved(model, missing)
     inside = _tape_of(model)
     built = {id(value) for _, value in missing if inside and tape_of(value) is inside}
-    tape = inside or _reset_tape(model, session.device)
-    refuse_written(missing, tape)
-    wanted: dict[int, list[tuple[Tensor, Ref]]] = {}
-    for _, value in missing:
-        ref = tape.ref(value)
-        wanted.setdefault(ref.storage, []).append((value, ref))
-    agree(tape, [(name, tape.ref(value)) for name, value in missing], session.world)
+    changed = changes(model, missing, inside)
+    # Tensors that are refused must not get to know another tape.
+    tape = inside or (Tape(session.device) if changed else _reset_tape(model, session.device))
+    refs = {name: ref_to(value) for name, value in missing}
+    agree(tape, refs, changed, session.world)
+    refuse_changes(changed)
     _refuse_unset(missing, tape, built)
+    wanted: dict[int, list[tuple[Tensor, Ref]]] = {}
+    for name, value in missing:
+        wanted.setdefault(refs[name].storage, []).append((value, refs[name]))
     rows: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
 
@@ -209,7 +211,7 @@ def _refuse_unset(missing: list[tuple[str, Tensor]], tape: Tape, built: set[int]
     lost = [
         (name, value)
         for name, value in missing
-        if value.numel() and tape.ref(value).storage not in written
+        if value.numel() and storage_key(value) not in written
     ]
     if lost:
         inside = all(id(value) in built for _, value in lost)

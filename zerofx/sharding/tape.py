@@ -113,8 +113,7 @@ class Tape:
             self._known.add(key)
             self._alive.append(storage)  # so that its number stays unique
             vars(storage)[_TAPE] = self
-        stride, offset = value.stride(), int(value.storage_offset())
-        return Ref(key, storage.nbytes(), value.dtype, value.shape, stride, offset)
+        return ref_to(value)
 
     def follow(self, value: Tensor) -> None:
         """Notice what is written to `value`, a tensor of the tape, once the recording has ended."""
@@ -142,6 +141,13 @@ class Tape:
             if made & read or read <= done:
                 done |= made
         return done
+
+
+def ref_to(value: Tensor) -> Ref:
+    """What names `value` while its storage lives."""
+    stride, offset = value.stride(), int(value.storage_offset())
+    num_bytes = value.untyped_storage().nbytes()
+    return Ref(storage_key(value), num_bytes, value.dtype, value.shape, stride, offset)
 
 
 def tape_of(value: Tensor) -> Tape | None:

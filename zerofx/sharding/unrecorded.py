@@ -17,6 +17,8 @@ from zerofx.sharding.tape import Tape, is_recorded, tape_of
 from zerofx.torch_private import storage_key
 
 _MARK = "_zerofx_meta_init"
+_MOVED = "converted, moved or copied"
+_WRITTEN = "written to, by apply, nn.init, fill_ or copy_, say,"
 _REMEDY = (
     "do it at the end of the block, where it is recorded: with zerofx.meta_init(): model = …; "
     "model.bfloat16(); or read the values from a file with zerofx.load_safetensors(model, path, "
@@ -52,15 +54,18 @@ def clear_marks(model: nn.Module) -> None:
         vars(module).pop(_MARK, None)
 
 
-def refuse_moved(model: nn.Module, missing: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse tensors of marked modules that no tape knows: they are others than the block made.
+def changes(
+    model: nn.Module, missing: Iterable[tuple[str, Tensor]], tape: Tape | None
+) -> dict[str, str]:
+    """What was done to tensors after the block that built them, by name, where it left a trace.
+
+    Marked modules have others than the block made if no tape knows these. Writes through `.data`
+    leave no trace, nor do functions of `nn.init` that leave meta tensors alone.
 
     Args:
         model: the model.
         missing: what needs values, by name.
-
-    Raises:
-        UnsupportedError: names them.
+        tape: of the block.
     """
     marked = {
         id(value)
@@ -68,31 +73,28 @@ def refuse_moved(model: nn.Module, missing: Iterable[tuple[str, Tensor]]) -> Non
         if _MARK in vars(module)
         for value in (*module._parameters.values(), *module._buffers.values())
     }
-    lost = [(name, value) for name, value in missing if id(value) in marked and value.numel()]
-    moved = [name for name, value in lost if tape_of(value) is None]
-    if moved:
-        raise UnsupportedError(
-            "modules were built inside meta_init, then converted, moved or copied after it",
-            _REMEDY,
-            moved,
-        )
+    written = tape.written_since() if tape else set[int]()
+    found: dict[str, str] = {}
+    for name, value in missing:
+        if id(value) in marked and value.numel() and tape_of(value) is None:
+            found[name] = _MOVED
+        elif storage_key(value) in written:
+            found[name] = _WRITTEN
+    return found
 
 
-def refuse_written(missing: Iterable[tuple[str, Tensor]], tape: Tape) -> None:
-    """Refuse tensors that were written to after the block that recorded `tape`.
-
-    Writes through `.data` leave no trace, nor do functions of `nn.init` that leave meta tensors
-    alone.
+def refuse_changes(found: dict[str, str]) -> None:
+    """Refuse `changes`.
 
     Raises:
         UnsupportedError: names them.
     """
-    written = tape.written_since()
-    lost = [name for name, value in missing if storage_key(value) in written]
-    if lost:
-        raise UnsupportedError(
-            "values are written after the block of meta_init that built the model (by apply, "
-            "nn.init, fill_ or copy_, say), into tensors that have no memory yet",
-            _REMEDY,
-            lost,
-        )
+    for kind in (_MOVED, _WRITTEN):
+        lost = [name for name, done in found.items() if done == kind]
+        if lost:
+            raise UnsupportedError(
+                f"what was built without memory inside meta_init was {kind} after the block, which "
+                "is not recorded",
+                _REMEDY,
+                lost,
+            )
