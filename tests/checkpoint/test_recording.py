@@ -52,6 +52,11 @@ def _asked() -> None:
         other = nn.Linear(3, 3)
     with refused("different", "one block", kind=UnsupportedError):
         zerofx.shard(nn.Sequential(one, other), sharded_by(3))
+    with zerofx.meta_init():
+        early = nn.Linear(3, 3)
+        with refused("inside a block", "after the block", kind=UnsupportedError):
+            zerofx.shard(early, sharded_by(3))
+    zerofx.shard(early, sharded_by(3))
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

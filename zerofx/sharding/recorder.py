@@ -57,6 +57,19 @@ def current_tape() -> Tape | None:
     return _current.get()
 
 
+def refuse_inside_block() -> None:
+    """Refuse to make values where they are only recorded.
+
+    Raises:
+        UnsupportedError: a block of `meta_init` is open.
+    """
+    if current_tape() is not None:
+        raise UnsupportedError(
+            "a model is sharded inside a block of meta_init",
+            "build it there, and shard it, or load its weights, after the block",
+        )
+
+
 class _Recorder(DispatchMode):
     """Sends allocations to the meta device, and writes down what happens to them."""
 

@@ -25,6 +25,7 @@ from zerofx.sharding.casts import cast_border, param_dtypes
 from zerofx.sharding.classes import bind
 from zerofx.sharding.comparisons import refuse_comparisons
 from zerofx.sharding.reading import bound_states
+from zerofx.sharding.recorder import refuse_inside_block
 from zerofx.sharding.refuse import (
     refuse_buffers,
     refuse_parameters,
@@ -68,6 +69,7 @@ def shard_model(
         ShardingError: the model is sharded already, with other options.
         DivergedError: the ranks pass different models.
     """
+    refuse_inside_block()
     refuse_wrappers(model.modules())
     refuse_comparisons(model)
     session = session_of(model)
