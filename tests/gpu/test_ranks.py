@@ -153,3 +153,26 @@ def computed_buffers() -> None:
 
 def test_computed_buffers_of_meta_init(backend: str) -> None:
     run_ranks(2, computed_buffers, timeout=240, backend=backend)
+
+
+def generators() -> None:
+    with zerofx.meta_init():
+        model = nn.Module()
+        here, there = torch.Generator(), torch.Generator("cuda")
+        model.here = nn.Parameter(torch.rand(9, 4, generator=here.manual_seed(5)))
+        model.there = nn.Parameter(torch.empty(9, 4).normal_(generator=there.manual_seed(6)))
+        torch.manual_seed(7)
+        model.own = nn.Parameter(torch.rand(9, 4))
+        nn.init.trunc_normal_(model.here, generator=here)
+    zerofx.shard(model, zerofx.ZeroConfig(stage=3, min_shard_numel=0))
+    drawn = torch.rand(9, 4, generator=here.manual_seed(5))
+    assert torch.equal(full(model.here).cpu(), nn.init.trunc_normal_(drawn, generator=here))
+    there.manual_seed(6)
+    drawn = torch.empty(9, 4, device="cuda").normal_(generator=there)
+    assert torch.equal(full(model.there), drawn)
+    torch.manual_seed(7)
+    assert torch.equal(full(model.own), torch.rand(9, 4, device="cuda"))
+
+
+def test_meta_init_draws_where_a_generator_is(backend: str) -> None:
+    run_ranks(2, generators, timeout=240, backend=backend)
