@@ -102,7 +102,7 @@ def test_a_block_inside_of_another_one_goes_on_with_it() -> None:
 
 
 class Halves(nn.Module):
-    """Parameters in one stretch of memory, which do not overlap; and two that are one."""
+    """Parameters in one stretch of memory, two that are one, and one made by a transform."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,6 +110,7 @@ class Halves(nn.Module):
         self.one, self.other = nn.Parameter(one), nn.Parameter(other)
         self.first, self.last = nn.Linear(9, 9), nn.Linear(9, 9)
         self.first.weight = self.last.weight
+        self.mapped = nn.Parameter(torch.vmap(lambda row: row + row.sum())(torch.rand(3, 4)))
 
 
 def _shared() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofx.sharding.streams import Draw, Source, Streams
-from zerofx.torch_private import storage_key
+from zerofx.torch_private import below_transforms, is_made_of_tensors, storage_key
 
 _TAPE = "_zerofx_tape"
 ALLOCATE = ("empty", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -156,9 +156,11 @@ def tape_of(value: Tensor) -> Tape | None:
 
 
 def is_recorded(value: Any, tape: Tape) -> bool:
-    """Whether `value` is a tensor without memory whose storage is on `tape`."""
+    """Whether `value` is a plain tensor without memory whose storage is on `tape`."""
     if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
         return False
+    if is_made_of_tensors(value) or below_transforms(value) is not value:
+        return False  # which has no storage
     return value.is_meta and value.layout is torch.strided and tape_of(value) is tape
 
 
