@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.groups import asked, match
+from zerofx.checkpoint.ranks import Ranks
+from zerofx.checkpoint.rows import refuse_lost
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.params import asks_for_losses, params_of
 from zerofx.torch_private import without_step_hooks
@@ -33,8 +34,17 @@ from zerofx.torch_private import without_step_hooks
 State = dict[str, Any]
 
 
-def take(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
-    """The state as it is: `model`, and `optimizer` if there are any; tensors are not copied."""
+def take(model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> State:
+    """The state as it is: `model`, and `optimizer` if there are any; tensors are not copied.
+
+    Args:
+        model: of the optimizers.
+        optimizers: whose state it is, if there are any.
+        ranks: that take it together.
+
+    Raises:
+        UnsupportedError: it cannot be saved, or would not be whole.
+    """
     out: State = {"model": get_model_state_dict(model)}
     parts: list[State] = []
     for each in optimizers:
@@ -47,7 +57,10 @@ def take(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
                 parts.append(_of(model, each))
-    return {**out, "optimizer": _joined(parts)} if parts else out
+    if not parts:
+        return out
+    refuse_lost(out["model"], [*zip(optimizers, parts, strict=True)], ranks)
+    return {**out, "optimizer": _joined(parts)}
 
 
 @contextlib.contextmanager
@@ -241,36 +254,23 @@ def _gradients_back(optimizer: Optimizer) -> Iterator[None]:
                 param.grad = grad
 
 
-def split(state: State) -> tuple[State, State]:
-    """Rows of sharded tensors, and what is none."""
-    rows: State = {}
-    rest: State = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            rows[key], rest[key] = split(value)
-        else:
-            (rows if isinstance(value, DTensor) else rest)[key] = value
-    return rows, rest
-
-
-def join(rows: State, rest: State) -> State:
-    """What `split` split."""
-    both = {**rows, **rest}
-    for key, value in rows.items():
-        if isinstance(value, dict):
-            both[key] = join(value, rest.get(key, {}))
-    return both
-
-
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """What DCP stores of `state`, by the name under which it does."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(state, Mapping):
         items = state.items()
-    elif isinstance(state, list) and any(isinstance(item, (Mapping, Tensor)) for item in state):
+    elif isinstance(state, list) and _is_opened(state):
         items = enumerate(state)
     else:
         yield name, state
         return
     for key, value in items:
         yield from leaves(value, f"{name}.{key}" if name else str(key))
+
+
+def _is_opened(items: list[Any]) -> bool:
+    """Whether DCP stores what is in a list, rather than the list."""
+    return any(
+        isinstance(item, (Mapping, Tensor)) or (isinstance(item, list) and _is_opened(item))
+        for item in items
+    )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zerofx.checkpoint import damage, nodes, snapshot
+from zerofx.checkpoint import damage, nodes, rows, snapshot
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import needed, read_into
 from zerofx.checkpoint.saving import Saving, explained, note_running, wait_for_running
@@ -207,6 +207,8 @@ def _claim(path: str | os.PathLike[str], ranks: Ranks, node_local: bool) -> None
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
     if isinstance(value, DTensor):
         return with_local(value, local_tensor(value).detach().to("cpu", copy=True))
     if isinstance(value, Tensor):
@@ -218,15 +220,15 @@ def _state(
     model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, ranks: Ranks, *, everywhere: bool
 ) -> snapshot.State:
     """What this rank may write: rows, and if it is the first or `everywhere` what is no rows."""
-    state = snapshot.take(model, optimizers)
+    state = snapshot.take(model, optimizers, ranks)
     # DCP takes a tuple as one thing: what is inside comes back as it was.
     state["extra"] = (extra,)
     # Of buffers, which differ after a forward, the first rank's win; DCP alone would take any.
-    rows, rest = snapshot.split(state)
+    own, rest = rows.split(state)
     sent = ranks.agreed(lambda: _packed(rest)) if everywhere else b""
     if ranks.is_first:
         return state
-    return snapshot.join(rows, _unpacked(sent)) if everywhere else rows
+    return rows.join(own, _unpacked(sent)) if everywhere else own
 
 
 def _write(
