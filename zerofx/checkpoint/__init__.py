@@ -1,8 +1,8 @@
 """Checkpoints: torch's own format (`torch.distributed.checkpoint`, DCP), written atomically.
 
 Any DCP program reads what this writes, and the other way round. Modules: store, saving, newest,
-nodes, ranks, reader, writer, snapshot, rows, groups, damage, export; source, formats, deepspeed
-and convert read what others wrote.
+nodes, ranks, reader, writer, snapshot, entries, rows, groups, damage, export; source, formats,
+deepspeed and convert read what others wrote.
 """
 
 from zerofx.checkpoint.convert import to_dcp, to_safetensors

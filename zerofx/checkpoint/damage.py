@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from zerofx.checkpoint.entries import other_kinds, saved_in
 from zerofx.checkpoint.groups import match
 from zerofx.checkpoint.nodes import is_node_local
 from zerofx.checkpoint.reader import checked, read_into
@@ -67,7 +68,9 @@ def refuse_truncated(path: Path, metadata: Metadata) -> None:
         raise CheckpointError(f"files of {path} are missing or truncated", _OTHER, lost)
 
 
-def refuse_mismatch(path: Path, metadata: Metadata, wanted: State) -> None:
+def refuse_mismatch(
+    path: Path, metadata: Metadata, wanted: State, optimizers: Sequence[Optimizer]
+) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
     Raises:
@@ -76,6 +79,8 @@ def refuse_mismatch(path: Path, metadata: Metadata, wanted: State) -> None:
     saved = metadata.state_dict_metadata
     mine = dict(leaves(wanted))
     _refuse_other_keys(path, saved, mine)
+    if optimizers:
+        _refuse_other_kinds(path, metadata, wanted["optimizer"], optimizers)
     problems = [f"{name} is not in the checkpoint" for name in mine if name not in saved]
     parts = tuple(f"{part}." for part in wanted)
     problems += [
@@ -136,6 +141,20 @@ def _refuse_other_keys(path: Path, saved: Collection[str], mine: Collection[str]
             "fill a state of its keys by torch.distributed.checkpoint.load, and save what is in it "
             "by zerofx.checkpoint.save; or load the model alone, if that is there",
             sorted(there),
+        )
+
+
+def _refuse_other_kinds(
+    path: Path, metadata: Metadata, wanted: State, optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse a checkpoint of optimizers that keep other things."""
+    found = [*other_kinds(wanted, optimizers, saved_in(metadata))]
+    if found:
+        kinds = ", ".join(dict.fromkeys(kind for kind, _ in found))
+        raise CheckpointError(
+            f"{path} was saved with another optimizer than {kinds}, or with other options of it",
+            "build the optimizer that was saved, with its options; or load the model alone",
+            [why for _, why in found],
         )
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from zerofx.checkpoint.entries import add_late, saved_in
 from zerofx.checkpoint.groups import asked, match
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.checkpoint.rows import refuse_lost
@@ -79,15 +80,16 @@ def to_fill(
             for each in optimizers:
                 aside.enter_context(_set_aside(each))
             wanted = _joined([_of_unstepped(model, each) for each in optimizers])
-            stateful, settings = _stored(metadata)
+            saved = saved_in(metadata)
             out["optimizer"] = wanted
             mine = wanted["param_groups"]
             wanted["param_groups"] = [
-                asked(each, at, settings[str(at)]) for at, each in enumerate(mine)
+                asked(each, at, saved.settings.get(str(at), {})) for at, each in enumerate(mine)
             ]
             wanted["state"] = {
-                name: entries for name, entries in wanted["state"].items() if name in stateful
+                name: entries for name, entries in wanted["state"].items() if name in saved.keys
             }
+            add_late(wanted, out["model"], optimizers, saved)
             yield out
         groups = wanted["param_groups"]
         found, _ = match(groups, mine, optimizers)
@@ -102,19 +104,6 @@ def to_fill(
     else:
         yield out
     set_model_state_dict(model, out["model"])
-
-
-def _stored(metadata: Metadata) -> tuple[set[str], Mapping[str, State]]:
-    """What begins the names of state, which may have dots, and what each group has, by number."""
-    stateful: set[str] = set()
-    settings: dict[str, State] = collections.defaultdict(dict)
-    for key, stored in metadata.state_dict_metadata.items():
-        if key.startswith("optimizer.state."):
-            *pieces, _ = key.removeprefix("optimizer.state.").split(".")
-            stateful.update(itertools.accumulate(pieces, "{}.{}".format))
-        elif key.startswith("optimizer.param_groups."):
-            settings[key.split(".")[2]][key] = stored
-    return stateful, settings
 
 
 def _joined(parts: Sequence[State]) -> State:

@@ -143,7 +143,7 @@ def load(
     folder = nodes.find(path, ranks) if node_local else find(path)
     metadata = _metadata(folder, ranks, node_local)
     with snapshot.to_fill(model, optimizers, metadata) as state:
-        ranks.agreed(lambda: damage.refuse_mismatch(folder, metadata, state))
+        ranks.agreed(lambda: damage.refuse_mismatch(folder, metadata, state, optimizers))
         if "extra" in metadata.state_dict_metadata:
             state["extra"] = None
         if node_local:

@@ -1,0 +1,154 @@
+"""What optimizers remember of each parameter, as a checkpoint holds it and as they have it here."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from zerofx.runtime.params import params_of
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds of optimizers.
+
+    Attributes:
+        stored: everything in it, by name.
+        keys: of state, by all that names of state begin with, such as names of parameters.
+        settings: of each group, by its number: what is stored of it, by name.
+    """
+
+    stored: Mapping[str, Any]
+    keys: Mapping[str, set[str]]
+    settings: Mapping[str, State]
+
+    def lacks(self, optimizer: Optimizer, numbers: Sequence[int]) -> set[str]:
+        """Settings that such an optimizer has from the start, and its groups there have not."""
+        known = [_settings_in(self.settings.get(str(each), {})) for each in numbers]
+        # DCP has no name for an empty dict.
+        mine = [key for key, value in optimizer.defaults.items() if not isinstance(value, dict)]
+        return {key for key in mine if not all(key in each for each in known)}
+
+    def strange(self, optimizer: Optimizer, numbers: Sequence[int]) -> set[str]:
+        """Settings of groups there that such an optimizer does not have."""
+        mine = {key for group in optimizer.param_groups for key in group}
+        known = (_settings_in(self.settings.get(str(each), {})) for each in numbers)
+        # Schedules write the rate that they began with; names come and go.
+        return set().union(*known) - mine - {"initial_lr", "param_names"}
+
+
+def saved_in(metadata: Metadata) -> Saved:
+    """Look through the names in a checkpoint, once; those of parameters may have dots."""
+    keys: dict[str, set[str]] = collections.defaultdict(set)
+    settings: dict[str, State] = collections.defaultdict(dict)
+    for name, stored in metadata.state_dict_metadata.items():
+        if name.startswith("optimizer.state."):
+            first, *others = name.removeprefix("optimizer.state.").split(".")
+            for piece in others:
+                keys[first].add(piece)
+                first = f"{first}.{piece}"
+        elif name.startswith("optimizer.param_groups."):
+            settings[name.split(".")[2]][name] = stored
+    return Saved(metadata.state_dict_metadata, keys, settings)
+
+
+def numbered(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, list[int]]]:
+    """Optimizers, and the numbers that their groups have among those of all."""
+    start = 0
+    for each in optimizers:
+        stop = start + len(each.param_groups)
+        yield each, [*range(start, stop)]
+        start = stop
+
+
+def add_late(
+    wanted: State, model: Mapping[str, Any], optimizers: Sequence[Optimizer], saved: Saved
+) -> None:
+    """Make memory for state that an optimizer has not after its first step, but had when saved.
+
+    Args:
+        wanted: the state of all optimizers, to which it is added.
+        model: values by name.
+        optimizers: of which a checkpoint has all settings: others may be of another kind.
+        saved: the checkpoint.
+    """
+    for optimizer, numbers in numbered(optimizers):
+        if saved.lacks(optimizer, numbers):
+            continue
+        for name in _trained(optimizer, [wanted["param_groups"][each] for each in numbers]):
+            mine = wanted["state"].get(name, {})
+            late = saved.keys.get(name, set()) - keys_of(mine)
+            places = {key: f"optimizer.state.{name}.{key}" for key in late}
+            if not late or name not in model or not keys_of(mine) <= saved.keys[name]:
+                continue
+            if all(_can_be_made(saved.stored.get(at), model[name]) for at in places.values()):
+                made = {key: _made(saved.stored[at], model[name]) for key, at in places.items()}
+                wanted["state"][name] = {**mine, **made}
+
+
+def other_kinds(
+    wanted: State, optimizers: Sequence[Optimizer], saved: Saved
+) -> Iterator[tuple[str, str]]:
+    """Optimizers that are of another kind than in the checkpoint: their names, and why."""
+    for optimizer, numbers in numbered(optimizers):
+        kind = type(optimizer).__name__
+        if any(str(each) not in saved.settings for each in numbers):
+            continue  # there are fewer groups, which is said elsewhere
+        names = [*_trained(optimizer, [wanted["param_groups"][each] for each in numbers])]
+        pairs: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        for name in names:
+            there, here = saved.keys.get(name, set()), keys_of(wanted["state"].get(name, {}))
+            if there and there != here:
+                pairs[_listed(there), _listed(here)].append(name)
+        for (there, here), which in pairs.items():
+            more = f" and {len(which) - 1} more" if len(which) > 1 else ""
+            yield kind, f"{which[0]}{more}: {there} in the checkpoint, {here} here"
+        lacks, strange = saved.lacks(optimizer, numbers), saved.strange(optimizer, numbers)
+        if lacks and strange and not any(name in saved.keys for name in names):
+            yield kind, f"settings: {_listed(strange)} in the checkpoint, {_listed(lacks)} here"
+
+
+def keys_of(entries: Mapping[Any, Any]) -> set[str]:
+    """The keys of a parameter's state, as names in a checkpoint show them."""
+    return {str(key).partition(".")[0] for key in entries}
+
+
+def _trained(optimizer: Optimizer, groups: Sequence[State]) -> Iterator[str]:
+    """Names of parameters that are not frozen, of which an optimizer makes no state."""
+    names = (name for group in groups for name in group["params"])
+    for param, name in zip(params_of(optimizer), names, strict=True):
+        if param.requires_grad:
+            yield name
+
+
+def _can_be_made(stored: Any, param: Tensor) -> bool:
+    if isinstance(stored, TensorStorageMetadata):
+        return stored.size == param.shape or len(stored.chunks) == 1
+    return stored is not None  # else it is nested
+
+
+def _made(stored: Any, param: Tensor) -> Tensor | None:
+    """Memory for a tensor; anything else is put where `None` was."""
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    if stored.size == param.shape:
+        return torch.zeros_like(param, dtype=stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def _settings_in(group: Mapping[str, Any]) -> set[str]:
+    """Names of settings; those of what DCP opens begin alike."""
+    return {name.split(".")[3] for name in group}
+
+
+def _listed(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "none"
