@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import zerofx
+from tests.checkpoint.runs import sharded_by
+from tests.ranks import run_ranks
 from zerofx import checkpoint
 from zerofx.checkpoint import snapshot
 from zerofx.checkpoint.damage import read_metadata
@@ -108,3 +111,44 @@ def test_a_save_before_the_first_step_changes_no_parameters(tmp_path: Path) -> N
     checkpoint.save(tmp_path / "one", model, optimizer)
     assert torch.equal(model.weight, before) and model.weight.grad is None
     assert not optimizer.state
+
+
+class _Wide(Optimizer):
+    """Keeps what it sums up in fp32, whatever parameters are, and codes."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["sum"] = torch.zeros_like(param, dtype=torch.float32)
+                        state["codes"] = {"low": torch.zeros_like(param, dtype=torch.uint8)}
+                        state["several"] = [torch.zeros_like(param, dtype=torch.float64)]
+                    state["sum"].add_(param.grad.float() / 3)
+                    state["codes"]["low"].add_(1)
+                    state["several"][0].add_(param.grad.double() / 3)
+
+
+def _widened(folder: Path, *stages: int | None) -> None:
+    for stage in stages:
+        model: Any = nn.Linear(3, 8, dtype=torch.bfloat16)
+        if stage is not None:
+            zerofx.shard(model, sharded_by(stage))
+        saved = _stepped(_Wide(model.parameters()))
+        checkpoint.save(folder / str(stage), model, saved)
+        loaded = _Wide(model.parameters())
+        checkpoint.load(folder / str(stage), model, loaded)
+        for param in model.parameters():
+            got, want = loaded.state[param], saved.state[param]
+            assert got["sum"].dtype is torch.float32
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_state_keeps_its_dtypes(tmp_path: Path) -> None:
+    run_ranks(2, _widened, tmp_path, 2, 3)
+    _widened(tmp_path, None)

@@ -122,6 +122,33 @@ def keys_of(entries: Mapping[Any, Any]) -> set[str]:
     return {str(key).partition(".")[0] for key in entries}
 
 
+def keep_dtypes(optimizer: Optimizer, part: State) -> None:
+    """Undo that torch casts state to the dtype of its parameter where it is loaded.
+
+    Args:
+        optimizer: that has loaded it.
+        part: what it loaded, in dtypes that it makes itself.
+    """
+    names = (name for group in part["param_groups"] for name in group["params"])
+    for param, name in zip(params_of(optimizer), names, strict=True):
+        mine = optimizer.state.get(param, {})
+        for key, value in part["state"].get(name, {}).items():
+            if key in mine and key != "step":  # whose dtype torch chooses by options
+                mine[key] = _uncast(mine[key], value, param.dtype)
+
+
+def _uncast(loaded: Any, given: Any, dtype: torch.dtype) -> Any:
+    """What was loaded, but where it is in a dtype that it was not given in."""
+    if isinstance(loaded, Tensor) and isinstance(given, Tensor):
+        cast = loaded.dtype == dtype != given.dtype and loaded.shape == given.shape
+        return given.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(given, dict):
+        return {key: _uncast(each, given.get(key), dtype) for key, each in loaded.items()}
+    if isinstance(loaded, list) and isinstance(given, list) and len(loaded) == len(given):
+        return [_uncast(*pair, dtype) for pair in zip(loaded, given, strict=True)]
+    return loaded
+
+
 def _trained(optimizer: Optimizer, groups: Sequence[State]) -> Iterator[str]:
     """Names of parameters that are not frozen, of which an optimizer makes no state."""
     names = (name for group in groups for name in group["params"])

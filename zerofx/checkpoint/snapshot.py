@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.entries import add_late, saved_in
+from zerofx.checkpoint.entries import add_late, keep_dtypes, saved_in
 from zerofx.checkpoint.groups import asked, match
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.checkpoint.rows import refuse_lost
@@ -101,6 +101,7 @@ def to_fill(
         # Not by `set_optimizer_state_dict`, which mistakes groups where one is empty.
         for each, part in zip(optimizers, _parted(optimizers, wanted), strict=True):
             each.load_state_dict(part)
+            keep_dtypes(each, part)
     else:
         yield out
     set_model_state_dict(model, out["model"])
