@@ -13,11 +13,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zerofx
 from tests.checkpoint.runs import sharded_by
+from tests.contract.loops import refused
 from tests.ranks import run_ranks
 from zerofx import checkpoint
 from zerofx.checkpoint import snapshot
 from zerofx.checkpoint.damage import read_metadata
-from zerofx.errors import UnsupportedError
+from zerofx.errors import CheckpointError, UnsupportedError
 
 
 def _stepped(optimizer: Optimizer) -> Optimizer:
@@ -111,6 +112,27 @@ def test_a_save_before_the_first_step_changes_no_parameters(tmp_path: Path) -> N
     checkpoint.save(tmp_path / "one", model, optimizer)
     assert torch.equal(model.weight, before) and model.weight.grad is None
     assert not optimizer.state
+
+
+def test_a_refused_load_changes_no_parameters(tmp_path: Path) -> None:
+    saved = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    checkpoint.save(tmp_path / "other", saved, _stepped(_Decaying(saved.parameters())))
+    run_ranks(2, _refused_and_loaded, tmp_path)
+
+
+def _refused_and_loaded(folder: Path) -> None:
+    for stage in (None, 1, 3):
+        model: Any = nn.Linear(3, 2)
+        if stage is not None:
+            zerofx.shard(model, sharded_by(stage))
+        optimizer = _Decaying(model.parameters())
+        with torch.no_grad():
+            before = model(torch.ones(1, 3)).clone()
+        with refused("does not fit", kind=CheckpointError):
+            checkpoint.load(folder / "other", model, optimizer)
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(1, 3)), before)
+        assert not optimizer.state
 
 
 class _Wide(Optimizer):

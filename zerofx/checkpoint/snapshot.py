@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.checkpoint.entries import add_late, keep_dtypes, saved_in
@@ -29,6 +30,7 @@ from zerofx.checkpoint.groups import asked, match
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.checkpoint.rows import refuse_lost
 from zerofx.errors import UnsupportedError
+from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import asks_for_losses, params_of
 from zerofx.torch_private import without_step_hooks
 
@@ -173,7 +175,7 @@ def _refuse_strangers(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _of_unstepped(model: nn.Module, optimizer: Optimizer) -> State:
     """With state that torch makes by a step, of which nothing else is left."""
-    with _unnoticed(optimizer):
+    with _unnoticed(optimizer), _values_back(optimizer):
         found = _of(model, optimizer)
     pairs = zip(optimizer.param_groups, found["param_groups"], strict=True)
     # The step may have counted in what torch found in the groups.
@@ -242,6 +244,22 @@ def _gradients_back(optimizer: Optimizer) -> Iterator[None]:
         for param, grad in zip(params, grads, strict=True):
             if param.grad is not grad:
                 param.grad = grad
+
+
+@contextlib.contextmanager
+def _values_back(optimizer: Optimizer) -> Iterator[None]:
+    """Whatever becomes of parameters inside the block: decay may know no learning rate."""
+    values = [
+        local_tensor(each) if isinstance(each, DTensor) else each.detach()
+        for each in params_of(optimizer)
+    ]
+    before = [value.to("cpu", copy=True) for value in values]  # where there is room
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, old in zip(values, before, strict=True):
+                value.copy_(old)
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
