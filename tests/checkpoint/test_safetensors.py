@@ -23,7 +23,7 @@ from tests.checkpoint.runs import Everything, bitwise, full, sharded_by
 from tests.checkpoint.test_init import DEPTH, LAYER, Deep
 from tests.contract.loops import refused
 from tests.ranks import run_ranks
-from zerofx.checkpoint import export_safetensors
+from zerofx.checkpoint import export_safetensors, full_state_dict, open_source
 from zerofx.errors import CheckpointError
 
 
@@ -99,6 +99,23 @@ class _Sharing(nn.Module):
         self.weight = nn.Parameter(whole[0])
         for name, value in {"cos": whole[0], "sin": whole[1], "whole": whole}.items():
             self.register_buffer(name, value)
+
+
+class _TwoNames(nn.Module):
+    """A buffer that is persistent under its second name alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.arange(3.0), persistent=False)
+        self.register_buffer("second", self.first)
+        self.register_buffer("third", self.first)
+
+
+def test_a_buffer_whose_first_name_is_not_persistent(tmp_path: Path) -> None:
+    export_safetensors(_TwoNames(), tmp_path)
+    wanted = {"second": torch.arange(3.0)}
+    bitwise(load_file(tmp_path / "model.safetensors"), wanted)
+    bitwise(full_state_dict(_TwoNames()), wanted)
 
 
 def test_values_that_share_memory(tmp_path: Path) -> None:

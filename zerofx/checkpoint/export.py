@@ -170,10 +170,13 @@ def _collect(values: dict[str, Tensor], ranks: Ranks, *, copy: bool = False) -> 
 
 def once(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the state dict, tied ones under their first name only."""
-    plain = unwrap_compiled(model)
-    first = {id(value): name for name, value in reversed(list(_named(plain)))}
-    again = {plain_name(name) for name, value in _named(plain) if first[id(value)] != name}
-    return {name: value for name, value in _tensors(model).items() if name not in again}
+    values = _tensors(model)
+    # Some names of a buffer may be no persistent ones.
+    named = [(plain_name(name), value) for name, value in _named(unwrap_compiled(model))]
+    named = [(name, value) for name, value in named if name in values]
+    first = {id(value): name for name, value in reversed(named)}
+    again = {name for name, value in named if first[id(value)] != name}
+    return {name: value for name, value in values.items() if name not in again}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
