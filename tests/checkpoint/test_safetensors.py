@@ -262,3 +262,35 @@ def _cannot_write(folder: Path) -> None:
 def test_what_the_first_rank_cannot_write_all_hear_of(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run_ranks(2, _cannot_write, tmp_path / "file" / "model")
+
+
+def test_a_name_in_two_files(tmp_path: Path) -> None:
+    """The index says which one counts."""
+    for number, file in enumerate("ab"):
+        values = {"weight": torch.full((2, 2), float(number)), f"more.{file}": torch.ones(1)}
+        save_file(values, tmp_path / f"{file}.safetensors")
+    run_ranks(2, _read_twice, tmp_path)
+
+
+def _read_twice(folder: Path) -> None:
+    index = {f"more.{file}": f"{file}.safetensors" for file in "ab"}
+    model = nn.Linear(2, 2, bias=False)
+    zerofx.shard(model, sharded_by(3))
+    for weight in ({"weight": "a.safetensors"}, {"weight": "b.safetensors"}, {}):
+        if dist.get_rank() == 0:
+            text = json.dumps({"weight_map": index | weight})
+            (folder / "model.safetensors.index.json").write_text(text)
+        dist.barrier()
+        if weight:
+            zerofx.load_safetensors(model, folder, strict=False)
+            wanted = torch.full((2, 2), float(weight["weight"] == "b.safetensors"))
+            assert torch.equal(_values(model)["weight"], wanted)
+            assert torch.equal(open_source(folder).tensors("model.")["weight"].read(), wanted)
+        else:
+            for read in (
+                lambda: zerofx.load_safetensors(model, folder),
+                lambda: open_source(folder),
+            ):
+                with refused("weight is in a.safetensors, b.safetensors", kind=CheckpointError):
+                    read()
+        dist.barrier()

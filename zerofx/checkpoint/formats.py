@@ -19,7 +19,7 @@ from zerofx.checkpoint.snapshot import State
 from zerofx.checkpoint.source import Source, Stored, Unread, meta
 from zerofx.checkpoint.writer import alone, find, is_complete
 from zerofx.errors import CheckpointError
-from zerofx.sharding.weights import files_of, readable
+from zerofx.sharding.weights import files_of, places_of, readable
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
@@ -77,16 +77,18 @@ def _read_dcp(folder: Path, metadata: Metadata, name: str, like: Tensor) -> Tens
 
 
 def _of_safetensors(path: Path) -> Source:
-    model: dict[str, Stored] = {}
+    found: dict[Path, dict[str, Stored]] = {}
     files = files_of(path)
     for file in files:
+        found[file] = {}
         with readable(file), safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 part = opened.get_slice(name)
                 # An empty slice has the dtype, and costs nothing.
                 some = part[:0] if part.get_shape() else opened.get_tensor(name)
                 read = functools.partial(_read_safetensors, file, name)
-                model[name] = Stored(meta(part.get_shape(), some.dtype), read)
+                found[file][name] = Stored(meta(part.get_shape(), some.dtype), read)
+    model = {name: found[file][name] for name, file in places_of(path, found).items()}
     return Source("safetensors", "safetensors", {"model": model}, tuple(files))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ class Weights:
         self._done: set[str] = set()
 
     def __enter__(self) -> Weights:
+        opened: dict[Path, Any] = {}
         for file in files_of(self._path):
             with readable(file):
-                opened = self._stack.enter_context(safe_open(file, framework="pt"))
-            self._files.update(dict.fromkeys(opened.keys(), opened))
+                opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        places = places_of(self._path, {file: each.keys() for file, each in opened.items()})
+        self._files = {name: opened[file] for name, file in places.items()}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -156,7 +158,7 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / INDEX).is_file():
-        return [path / file for file in _listed(path / INDEX)]
+        return [path / file for file in sorted(set(_listed(path / INDEX).values()))]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     raise CheckpointError(
@@ -165,13 +167,42 @@ def files_of(path: Path) -> list[Path]:
     )
 
 
-def _listed(index: Path) -> list[str]:
-    """The files that an index names, all beside it."""
+def places_of(path: Path, names: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
+    """The file of each name: the one that the index says, where several have it.
+
+    Args:
+        path: of the folder or file.
+        names: in each of its files.
+
+    Raises:
+        CheckpointError: the index says none of those that have a name.
+    """
+    listed = _listed(path / INDEX) if len(names) > 1 else {}
+    holders: dict[str, list[Path]] = {}
+    for file, inside in names.items():
+        for name in inside:
+            holders.setdefault(name, []).append(file)
+    found: dict[str, Path] = {}
+    for name, files in holders.items():
+        chosen = [file for file in files if file.name == listed.get(name)] or files
+        if len(chosen) > 1:
+            raise CheckpointError(
+                f"{name} is in {', '.join(each.name for each in files)}, and {path / INDEX} says "
+                "none of them",
+                "write in weight_map which file has it, or export the weights again",
+            )
+        found[name] = chosen[0]
+    return found
+
+
+def _listed(index: Path) -> dict[str, str]:
+    """The file of each name by an index, all beside it."""
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        listed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = sorted(set(listed.values()))
         beside = all(Path(file).name == file for file in files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged: {error}", "fetch or export it again") from error
     if not beside:
         raise CheckpointError(f"{index} names files of other folders", "put them beside it", files)
-    return files
+    return listed
