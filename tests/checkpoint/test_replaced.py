@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import zerofx
 from tests.contract.loops import refused
 from tests.ranks import run_ranks
 from zerofx import checkpoint
@@ -120,3 +123,34 @@ def test_an_export_that_is_killed_leaves_no_mixture(
     monkeypatch.undo()
     checkpoint.export_safetensors(model, tmp_path, max_shard_bytes=40)
     assert (open_source(tmp_path).tensors("model.")["0.weight"].read() == 1).all()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", Path("gs://bucket/x"), "file:///tmp/x"])
+def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    source = dataclasses.replace(_saved(tmp_path / "a", model), format="safetensors")
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(url, model),
+        lambda: checkpoint.save(url, model, node_local=True),
+        lambda: checkpoint.async_save(url, model),
+        lambda: checkpoint.load(url, model),
+        lambda: checkpoint.load(url, model, node_local=True),
+        lambda: checkpoint.latest(url),
+        lambda: checkpoint.latest(url, "part"),
+        lambda: checkpoint.export_safetensors(model, url),
+        lambda: zerofx.load_safetensors(model, url),
+        lambda: checkpoint.AtomicWriter(url),
+        lambda: open_source(url),
+        lambda: to_dcp(source, url, lambda _: None),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match="is a URL") as refusal:
+            call()
+        assert "mount it" in refusal.value.remedy
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def _saved(path: Path, model: nn.Module) -> checkpoint.Source:
+    checkpoint.save(path, model)
+    return open_source(path)

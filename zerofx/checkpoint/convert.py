@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from zerofx.checkpoint.export import cast_floats, folder_of, put_weights, split,
 from zerofx.checkpoint.source import Source, Stored
 from zerofx.checkpoint.writer import AtomicWriter, alone, begin, refuse_others
 from zerofx.errors import CheckpointError
+from zerofx.sharding.paths import local_path
 
 Note = Callable[[str], None]
 
@@ -38,7 +38,7 @@ def to_dcp(source: Source, target: str | os.PathLike[str], note: Note) -> None:
             "the source is a checkpoint of torch.distributed.checkpoint already",
             "load it: any number of ranks and any stage can; or convert it --to safetensors",
         )
-    refuse_others(Path(target).resolve())
+    refuse_others(local_path(target).resolve())
     planner = _Reading(source.tensors(), note)
     with alone():
         dcp.save(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.writer import begin, sync
 from zerofx.errors import CheckpointError
+from zerofx.sharding.paths import local_path
 from zerofx.sharding.weights import INDEX, SINGLE, plain_name
 from zerofx.torch_private import backend_of, storage_key, unwrap_compiled
 
@@ -99,9 +100,9 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
     """Where weights of that path are written to.
 
     Raises:
-        CheckpointError: it is a file.
+        CheckpointError: it is a file, or a URL.
     """
-    folder = Path(path).resolve()
+    folder = local_path(path).resolve()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file", "export to a folder")
     return folder

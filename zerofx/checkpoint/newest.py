@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zerofx.checkpoint.nodes import save_of
 from zerofx.checkpoint.ranks import all_ranks
 from zerofx.checkpoint.writer import age, complete_below, shown
+from zerofx.sharding.paths import local_path
 
 
 class _Offer(NamedTuple):
@@ -38,9 +39,9 @@ def latest(
             of which all nodes have their folder.
     """
     if part is None and not node_local:
-        found = complete_below(Path(folder))
+        found = complete_below(local_path(folder))
         return found[-1] if found else None
-    mine = _offers(Path(folder), part, node_local)
+    mine = _offers(local_path(folder), part, node_local)
     everyones = all_ranks().everyones(lambda: (part, list(mine)))
     ranks_of = collections.Counter(each for each, _ in everyones)
     held = collections.Counter((each, offer) for each, offers in everyones for offer in offers)

@@ -31,6 +31,7 @@ from zerofx.checkpoint.writer import (
     remove_replaced,
 )
 from zerofx.errors import CheckpointError
+from zerofx.sharding.paths import local_path
 
 
 def save(path: str | os.PathLike[str], state: dict[str, Any], ranks: Ranks) -> None:
@@ -67,7 +68,7 @@ def find(path: str | os.PathLike[str], ranks: Ranks) -> Path:
     Raises:
         CheckpointError: there is none; says which save each rank has.
     """
-    named = Path(path)
+    named = local_path(path)
     for save_id in _in_common(named, ranks):
         return _saves_at(named)[save_id]
     lists = ranks.everyones(lambda: ", ".join(_saves_at(named)) or "none")

@@ -28,6 +28,7 @@ from zerofx.checkpoint.writer import AtomicWriter, alone, find, refuse_others
 from zerofx.errors import CheckpointError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.sharding.materialise import on_meta
+from zerofx.sharding.paths import local_path
 from zerofx.torch_private import with_local
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -198,10 +199,11 @@ def _listed(optimizer: Any) -> list[Optimizer]:
 
 def _claim(path: str | os.PathLike[str], ranks: Ranks, node_local: bool) -> None:
     """Refuse, on all ranks, to save where others do, or where something else would be lost."""
-    wait_for_running(Path(path).resolve())
+    target = local_path(path).resolve()
+    wait_for_running(target)
     ranks.claim(path)
     look = ranks.everyones if node_local else ranks.agreed
-    look(lambda: refuse_others(Path(path).resolve()))
+    look(lambda: refuse_others(target))
 
 
 def _copied(value: Any) -> Any:

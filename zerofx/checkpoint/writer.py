@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.errors import CheckpointError
+from zerofx.sharding.paths import local_path
 
 METADATA = ".metadata"
 """What DCP writes last."""
@@ -36,10 +37,13 @@ class AtomicWriter(FileSystemWriter):
     Args:
         path: folder of the checkpoint; an older one of that name is replaced, anything else that
             has it is an error when the save begins.
+
+    Raises:
+        CheckpointError: the path is a URL.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._target = Path(path).resolve()
+        self._target = local_path(path).resolve()
         super().__init__(hidden(self._target, "partial"))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -139,7 +143,7 @@ def hidden(path: Path, why: str) -> Path:
 
 def find(path: str | os.PathLike[str]) -> Path:
     """The checkpoint of that name, even if its replacement was killed between two renames."""
-    named = Path(path)
+    named = local_path(path)
     old = hidden(named.resolve(), "replaced")
     return old if not named.exists() and is_complete(old) else named
 

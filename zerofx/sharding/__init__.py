@@ -2,5 +2,5 @@
 
 Touches `nn.Parameter`s and modules. Modules: shard, rows, classes, reading, moves, casts,
 comparisons, assignments, old_handles, stale, refuse, write_back; and for models without memory:
-tape, streams, recorder, unrecorded, agreement, replay, materialise, weights.
+tape, streams, recorder, unrecorded, agreement, replay, materialise, weights; and paths of files.
 """

@@ -17,6 +17,7 @@ from zerofx.errors import CheckpointError
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.session import Session
 from zerofx.sharding import materialise
+from zerofx.sharding.paths import local_path
 from zerofx.sharding.rows import row_range
 
 SINGLE = "model.safetensors"
@@ -31,7 +32,7 @@ class Weights:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = local_path(path)
         self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._done: set[str] = set()
