@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,3 +39,28 @@ def test_without_ranks(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / f"step{step}" / "only", nn.Linear(2, 2))
     assert checkpoint.latest(tmp_path, part="only") == tmp_path / "step2" / "only"
     assert checkpoint.latest(tmp_path) is None
+
+
+def test_what_is_removed_meanwhile_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path / f"step{step}" / "only", nn.Linear(2, 2), node_local=True)
+        checkpoint.save(tmp_path / f"only{step}", nn.Linear(2, 2))
+    ask = Path.is_file
+
+    def prune(path: Path) -> bool:
+        """Another process removes old checkpoints right after this one has seen them."""
+        there = ask(path)
+        if there and path.parent.name in ("only1", "only") and "step2" not in path.parts:
+            shutil.rmtree(path.parent)
+        return there
+
+    monkeypatch.setattr(Path, "is_file", prune)
+    assert checkpoint.latest(tmp_path) == tmp_path / "only2"
+    assert not (tmp_path / "only1").exists()
+    there = tmp_path / "step2" / "only"
+    assert checkpoint.latest(tmp_path, "only", node_local=True) == there
+    assert not (tmp_path / "step1" / "only").exists()
+    monkeypatch.undo()
+    assert checkpoint.latest(tmp_path / "nothing") is None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zerofx.checkpoint.nodes import save_of
 from zerofx.checkpoint.ranks import all_ranks
-from zerofx.checkpoint.writer import age, complete_below, shown
+from zerofx.checkpoint.writer import below, complete_below, oldest_first, shown
 from zerofx.sharding.paths import local_path
 
 
@@ -59,9 +59,9 @@ def latest(
 def _offers(folder: Path, part: str | None, node_local: bool) -> dict[_Offer, Path]:
     """What this rank has, the oldest first."""
     found: dict[_Offer, Path] = {}
-    places = [folder] if part is None else list(folder.glob("*"))
-    below = [path for each in places for path in complete_below(each, all_replaced=node_local)]
-    for path in sorted(below, key=age):
+    places = [folder] if part is None else below(folder)
+    paths = [path for each in places for path in complete_below(each, all_replaced=node_local)]
+    for path in oldest_first(paths):
         save = save_of(path) if node_local else ""
         if part in (None, shown(path)) and (save or not node_local):
             found[_Offer(shown(path) if part is None else path.parent.name, save)] = path

@@ -8,6 +8,7 @@ of all nodes are an ordinary checkpoint. Which ranks share a folder is found out
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import uuid
@@ -83,8 +84,9 @@ def find(path: str | os.PathLike[str], ranks: Ranks) -> Path:
 
 def save_of(folder: Path) -> str:
     """Of which save a complete folder of a node is; "" if it is none."""
-    if is_node_local(folder) and is_complete(folder):
-        return (folder / NODE_LOCAL).read_text(encoding="utf-8")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it may be removed meanwhile
+        if is_complete(folder):
+            return (folder / NODE_LOCAL).read_text(encoding="utf-8")
     return ""
 
 

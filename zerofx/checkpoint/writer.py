@@ -7,7 +7,7 @@ import fnmatch
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
@@ -160,11 +160,11 @@ def complete_below(folder: Path, *, all_replaced: bool = False) -> Sequence[Path
         folder: of checkpoints.
         all_replaced: whether those are among them, too, whose name another one has.
     """
-    found = [path for path in folder.glob("*") if is_complete(path) and path.name[0] != "."]
-    for old in folder.glob(".*.replaced"):
+    found = [path for path in below(folder) if is_complete(path) and path.name[0] != "."]
+    for old in below(folder, ".*.replaced"):
         if is_complete(old) and (all_replaced or not (folder / shown(old)).exists()):
             found.append(old)
-    return sorted(found, key=age)
+    return oldest_first(found)
 
 
 def shown(path: Path) -> str:
@@ -172,9 +172,20 @@ def shown(path: Path) -> str:
     return path.name[1 : -len(".replaced")] if path.name[0] == "." else path.name
 
 
-def age(checkpoint: Path) -> tuple[int, str]:
-    """What sorts complete checkpoints, the oldest first."""
-    return (checkpoint / METADATA).stat().st_mtime_ns, checkpoint.name
+def below(folder: Path, pattern: str = "*") -> list[Path]:
+    """What is directly in a folder, which may be gone."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return list(folder.glob(pattern))
+    return []
+
+
+def oldest_first(checkpoints: Iterable[Path]) -> list[Path]:
+    """Sort complete checkpoints, without those that another process has removed meanwhile."""
+    ages: dict[Path, tuple[int, str]] = {}
+    for each in checkpoints:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            ages[each] = (each / METADATA).stat().st_mtime_ns, each.name
+    return sorted(ages, key=ages.__getitem__)
 
 
 def sync(path: Path) -> None:
