@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerofx
 from tests.ranks import run_ranks
 from zerofx import checkpoint
+from zerofx.torch_private import default_store
 
 
 def _resumed(folder: Path) -> None:
@@ -39,6 +40,34 @@ def test_without_ranks(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / f"step{step}" / "only", nn.Linear(2, 2))
     assert checkpoint.latest(tmp_path, part="only") == tmp_path / "step2" / "only"
     assert checkpoint.latest(tmp_path) is None
+
+
+def _resumed_and_killed(folder: Path, steps: list[int], last: str) -> None:
+    _as_another_job(folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    part = f"part{mesh.get_local_rank('model')}"
+    model = zerofx.shard(nn.Linear(4, 4), zerofx.ZeroConfig(stage=3, mesh=mesh["data"]))
+    for step in steps:
+        if step < steps[-1] or part <= last:
+            checkpoint.save(folder / f"step{step}" / part, model, extra=step)
+        dist.barrier()
+    wanted = steps[-1] if last == "part1" else steps[-1] - 1
+    found = checkpoint.latest(folder, part=part)
+    assert found == folder / f"step{wanted}" / part, (found, wanted)
+
+
+def _as_another_job(folder: Path) -> None:
+    """Tests share processes, and with them the store, of which each job has its own."""
+    if dist.get_rank() == 0:
+        paths = [folder / f"step{step}" / f"part{part}" for step in range(5) for part in range(2)]
+        for key in ("zerofx/checkpoint", *(f"zerofx/checkpoint/saves/{path}" for path in paths)):
+            default_store().delete_key(key)
+    dist.barrier()
+
+
+def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    for steps, last in ([[1, 2, 3], "part1"], [[3], "part0"], [[3, 4], "part1"], [[2, 3], "part1"]):
+        run_ranks(4, _resumed_and_killed, tmp_path, steps, last)
 
 
 def test_what_is_removed_meanwhile_is_not_there(

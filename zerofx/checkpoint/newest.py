@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zerofx.checkpoint.nodes import save_of
 from zerofx.checkpoint.ranks import all_ranks
-from zerofx.checkpoint.writer import below, complete_below, oldest_first, shown
+from zerofx.checkpoint.writer import below, complete_below, oldest_first, run_of, shown
 from zerofx.sharding.paths import local_path
 
 
@@ -19,10 +19,12 @@ class _Offer(NamedTuple):
     Attributes:
         step: the name that all ranks give it.
         save: a node's folder: which save it is of; else "".
+        run: a part of a model: which save of which job it is of; else "".
     """
 
     step: str
     save: str
+    run: str
 
 
 def latest(
@@ -34,7 +36,8 @@ def latest(
         folder: of checkpoints.
         part: where ranks hold different models, whose checkpoints are `folder/<any name>/<part>`:
             the name of this rank's. Every rank of the job must call; what is found is the newest of
-            which all of them have their part.
+            which all of them have their part of one save: a run that resumed, and was killed, may
+            have replaced some parts.
         node_local: they were saved so. Every rank of the job must call; what is found is the newest
             of which all nodes have their folder.
     """
@@ -49,10 +52,13 @@ def latest(
         each: [offer for offer in offers if held[each, offer] == ranks_of[each]]
         for each, offers in reversed(everyones)  # the order is that of a part's first rank
     }
-    steps = [{offer.step for offer in offers} for offers in whole.values()]
-    for step, _ in reversed(whole[everyones[0][0]]):
-        if all(step in each for each in steps):
-            return mine[next(offer for offer in reversed(whole[part]) if offer.step == step)]
+    steps = [{(offer.step, offer.run) for offer in offers} for offers in whole.values()]
+    for step, _, run in reversed(whole[everyones[0][0]]):
+        if all((step, run) in each for each in steps):
+            own = (
+                offer for offer in reversed(whole[part]) if (offer.step, offer.run) == (step, run)
+            )
+            return mine[next(own)]
     return None
 
 
@@ -64,5 +70,6 @@ def _offers(folder: Path, part: str | None, node_local: bool) -> dict[_Offer, Pa
     for path in oldest_first(paths):
         save = save_of(path) if node_local else ""
         if part in (None, shown(path)) and (save or not node_local):
-            found[_Offer(shown(path) if part is None else path.parent.name, save)] = path
+            step = shown(path) if part is None else path.parent.name
+            found[_Offer(step, save, "" if part is None else run_of(path))] = path
     return found

@@ -25,23 +25,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.checkpoint.writer import (
     NODE_LOCAL,
+    RUN,
     begin,
     hidden,
     is_complete,
     put_in_place,
     remove_replaced,
+    write_synced,
 )
 from zerofx.errors import CheckpointError
 from zerofx.sharding.paths import local_path
 
 
-def save(path: str | os.PathLike[str], state: dict[str, Any], ranks: Ranks) -> None:
+def save(path: str | os.PathLike[str], state: dict[str, Any], ranks: Ranks, run: str) -> None:
     """Write a state; the checkpoint appears when all nodes have written.
 
     Args:
         path: the folder, on each node.
         state: rows of this rank, and what is no rows, alike on all ranks.
         ranks: that write.
+        run: as `AtomicWriter` has it.
 
     Raises:
         CheckpointException: DCP could not write.
@@ -49,14 +52,14 @@ def save(path: str | os.PathLike[str], state: dict[str, Any], ranks: Ranks) -> N
     """
     target = Path(path).resolve()
     save_id, folders = _look(target, ranks)
-    writer = _NodeWriter(target, folders, ranks.position)
+    writer = _NodeWriter(target, folders, ranks.position, save_id)
     metadata = dcp.save(
         state,
         storage_writer=writer,
         planner=_OnceAFolder(folders),
         process_group=ranks.group,
     )
-    ranks.everyones(lambda: writer.describe(metadata, save_id))
+    ranks.everyones(lambda: writer.describe(metadata, run))
     # A kill between the renames of two nodes must not cost what all of them have now.
     whole = _in_common(target, ranks)
     ranks.everyones(lambda: writer.publish(whole))
@@ -148,11 +151,12 @@ class _OnceAFolder(DefaultSavePlanner):
 class _NodeWriter(FileSystemWriter):
     """Writes to a hidden folder of each node; the first rank there does what is done once."""
 
-    def __init__(self, target: Path, folders: Sequence[int], position: int) -> None:
+    def __init__(self, target: Path, folders: Sequence[int], position: int, save_id: str) -> None:
         super().__init__(hidden(target, "partial"))
         self._target = target
         self._folders = folders
         self._position = position
+        self._save = save_id
 
     @property
     def _is_first(self) -> bool:
@@ -168,8 +172,8 @@ class _NodeWriter(FileSystemWriter):
         # Only the coordinator comes here; `dcp.save` hands this on to all ranks.
         metadata.storage_data = results
 
-    def describe(self, metadata: Metadata, save_id: str) -> None:
-        """Say what is in the node's folder, and of which save it is."""
+    def describe(self, metadata: Metadata, run: str) -> None:
+        """Say what is in the node's folder, and of which save and run it is."""
         if not self._is_first:
             return
         results = metadata.storage_data
@@ -178,10 +182,9 @@ class _NodeWriter(FileSystemWriter):
             for each, first in zip(results, self._folders, strict=True)
             if first == self._position
         ]
-        with (Path(self.path) / NODE_LOCAL).open("w", encoding="utf-8") as file:
-            file.write(save_id)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(Path(self.path) / NODE_LOCAL, self._save)
+        if run:
+            write_synced(Path(self.path) / RUN, run)
         # Of what several nodes have, the last one counts.
         super().finish(metadata, [*results, *here])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,14 +77,19 @@ class Ranks:
                 raise error
         return [found for found, _ in verdicts]
 
-    def claim(self, path: str | os.PathLike[str]) -> None:
+    def claim(self, path: str | os.PathLike[str]) -> str:
         """Refuse a path that other ranks of this job save another model to.
+
+        Returns:
+            What parts of a model have in common that this job saves for the same time there: some
+            ranks alone come here for one. "" if all do.
 
         Raises:
             CheckpointError: on all ranks.
         """
         if self.group is not None:
-            self.agreed(lambda: self._claim(Path(path).resolve()))
+            return self.agreed(lambda: self._claim(Path(path).resolve()))
+        return ""
 
     def spare_group(self) -> dist.ProcessGroup | None:
         """A group of these ranks for a thread, which leaves it idle; `None` without ranks.
@@ -96,14 +102,16 @@ class Ranks:
         common = [name for name in names[0] if all(name in each for each in names)]
         return take_idle(common[0]) if common else gloo_group(self.numbers)
 
-    def _claim(self, path: Path) -> None:
-        mine = named(self.numbers)
-        holders = default_store().compare_set(f"zerofx/checkpoint/{path}", "", mine).decode()
+    def _claim(self, path: Path) -> str:
+        mine, store = named(self.numbers), default_store()
+        holders = store.compare_set(f"zerofx/checkpoint/{path}", "", mine).decode()
         if holders != mine:
             raise CheckpointError(
                 f"ranks {mine} save to {path}, where ranks {holders} have saved their model",
                 "give what each group of ranks trains a path of its own",
             )
+        job = store.compare_set("zerofx/checkpoint", "", uuid.uuid4().hex).decode()
+        return f"{job} {store.add(f'zerofx/checkpoint/saves/{path}', 1)}"
 
 
 def all_ranks() -> Ranks:

@@ -62,10 +62,10 @@ def save(
             not write, or other ranks have saved there; what was there is untouched.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.save"), _listed(optimizer)
-    _claim(path, ranks, node_local)
+    run = _claim(path, ranks, node_local)
     with explained(path, ranks):
         state = _state(model, optimizers, extra, ranks, everywhere=node_local)
-        _write(path, state, ranks, node_local)
+        _write(path, state, ranks, node_local, run)
 
 
 def async_save(
@@ -89,7 +89,7 @@ def async_save(
             rank cannot copy the extra.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.async_save"), _listed(optimizer)
-    _claim(path, ranks, node_local)
+    run = _claim(path, ranks, node_local)
     copied: list[Any] = []
     with explained(path, ranks):
         ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
@@ -101,7 +101,7 @@ def async_save(
     thread = concurrent.futures.ThreadPoolExecutor(1)
     there = dataclasses.replace(ranks, group=group)
     target = Path(path).resolve()
-    future = thread.submit(_write, target, state, there, node_local)
+    future = thread.submit(_write, target, state, there, node_local, run)
     thread.shutdown(wait=False)
     note_running(target, future)
     return Saving(path, future, ranks, group)
@@ -197,13 +197,18 @@ def _listed(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def _claim(path: str | os.PathLike[str], ranks: Ranks, node_local: bool) -> None:
-    """Refuse, on all ranks, to save where others do, or where something else would be lost."""
+def _claim(path: str | os.PathLike[str], ranks: Ranks, node_local: bool) -> str:
+    """Refuse, on all ranks, to save where others do, or where something else would be lost.
+
+    Returns:
+        Which save of which job it is, if it is of a part of a model.
+    """
     target = local_path(path).resolve()
     wait_for_running(target)
-    ranks.claim(path)
+    run = ranks.claim(path)
     look = ranks.everyones if node_local else ranks.agreed
     look(lambda: refuse_others(target))
+    return run
 
 
 def _copied(value: Any) -> Any:
@@ -234,12 +239,16 @@ def _state(
 
 
 def _write(
-    path: str | os.PathLike[str], state: snapshot.State, ranks: Ranks, node_local: bool
+    path: str | os.PathLike[str],
+    state: snapshot.State,
+    ranks: Ranks,
+    node_local: bool,
+    run: str,
 ) -> None:
     if node_local:
-        nodes.save(path, state, ranks)
+        nodes.save(path, state, ranks, run)
     else:
-        dcp.save(state, storage_writer=AtomicWriter(path), process_group=ranks.group)
+        dcp.save(state, storage_writer=AtomicWriter(path, run), process_group=ranks.group)
 
 
 def _packed(value: Any) -> bytes:

@@ -24,7 +24,10 @@ METADATA = ".metadata"
 NODE_LOCAL = ".node_local"
 """What says that a folder is one node's, and of which save."""
 
-_OURS = (METADATA, f"{METADATA}.tmp", NODE_LOCAL, "__*_*.distcp")
+RUN = ".run"
+"""What says which save of which job a part of a model is of."""
+
+_OURS = (METADATA, f"{METADATA}.tmp", NODE_LOCAL, RUN, "__*_*.distcp")
 
 
 class AtomicWriter(FileSystemWriter):
@@ -37,12 +40,14 @@ class AtomicWriter(FileSystemWriter):
     Args:
         path: folder of the checkpoint; an older one of that name is replaced, anything else that
             has it is an error when the save begins.
+        run: of a part of a model: what its other parts have, too, if they are of this save.
 
     Raises:
         CheckpointError: the path is a URL.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], run: str = "") -> None:
+        self._run = run
         self._target = local_path(path).resolve()
         super().__init__(hidden(self._target, "partial"))
 
@@ -57,6 +62,8 @@ class AtomicWriter(FileSystemWriter):
         return plan
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        if self._run:
+            write_synced(Path(self.path) / RUN, self._run)
         super().finish(metadata, results)
         publish(Path(self.path), self._target)
 
@@ -186,6 +193,21 @@ def oldest_first(checkpoints: Iterable[Path]) -> list[Path]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             ages[each] = (each / METADATA).stat().st_mtime_ns, each.name
     return sorted(ages, key=ages.__getitem__)
+
+
+def run_of(folder: Path) -> str:
+    """Of which save of which job the checkpoint of a part is; "" if that was not said."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (folder / RUN).read_text(encoding="utf-8")
+    return ""
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that survives a loss of power."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:
