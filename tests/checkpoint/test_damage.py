@@ -27,7 +27,8 @@ from zerofx.errors import CheckpointError
 
 def _data_file(folder: Path) -> Path:
     """The file that holds rank 1's rows."""
-    return folder / "__1_0.distcp"
+    (file,) = folder.glob("__1_*.distcp")
+    return file
 
 
 def _truncate(folder: Path) -> None:
@@ -79,10 +80,10 @@ def _cut_metadata(folder: Path) -> None:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
-    (_truncate, ("truncated", "__1_0.distcp: ", "latest")),
-    (_flip_all, ("could not be read", "__1_0.distcp: model.layers.0.weight", "latest")),
-    (_flip_one, ("could not be read", "__1_0.distcp: model.layers.0.weight", "checksum")),
-    (_lose_file, ("missing", "__1_0.distcp: model.layers.0.weight")),
+    (_truncate, ("truncated", "__1_", "_0.distcp: ", "latest")),
+    (_flip_all, ("could not be read", "__1_", "_0.distcp: model.layers.0.weight", "latest")),
+    (_flip_one, ("could not be read", "__1_", "_0.distcp: model.layers.0.weight", "checksum")),
+    (_lose_file, ("missing", "__1_", "_0.distcp: model.layers.0.weight")),
     (_lose_metadata, ("no complete checkpoint", ".metadata")),
     (_cut_metadata, (".metadata is damaged", "latest")),
 ]

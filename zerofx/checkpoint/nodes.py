@@ -30,7 +30,9 @@ from zerofx.checkpoint.writer import (
     hidden,
     is_complete,
     put_in_place,
+    refuse_taken,
     remove_replaced,
+    with_own_names,
     write_synced,
 )
 from zerofx.errors import CheckpointError
@@ -165,8 +167,11 @@ class _NodeWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         # All ranks come here before any writes.
         if self._is_first:
-            begin(self._target)
+            begin(self._target, self._save)
         return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return with_own_names(super().prepare_global_plan(plans), self._save)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         # Only the coordinator comes here; `dcp.save` hands this on to all ranks.
@@ -176,6 +181,7 @@ class _NodeWriter(FileSystemWriter):
         """Say what is in the node's folder, and of which save and run it is."""
         if not self._is_first:
             return
+        refuse_taken(Path(self.path), self._target, self._save)
         results = metadata.storage_data
         here = [
             each

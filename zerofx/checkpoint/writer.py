@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import os
 import shutil
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -48,20 +50,22 @@ class AtomicWriter(FileSystemWriter):
 
     def __init__(self, path: str | os.PathLike[str], run: str = "") -> None:
         self._run = run
+        self._mark = uuid.uuid4().hex
         self._target = local_path(path).resolve()
         super().__init__(hidden(self._target, "partial"))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # Only the coordinator comes here, after all ranks have planned and before any writes.
         refuse_others(self._target)
-        begin(self._target)
-        return super().prepare_global_plan(plans)
+        begin(self._target, self._mark)
+        return with_own_names(super().prepare_global_plan(plans), self._mark)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         # DCP's own would warn of what a killed save left behind.
         return plan
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        refuse_taken(Path(self.path), self._target, self._mark)
         if self._run:
             write_synced(Path(self.path) / RUN, self._run)
         super().finish(metadata, results)
@@ -102,12 +106,38 @@ def refuse_others(target: Path) -> None:
         )
 
 
-def begin(target: Path) -> Path:
-    """The hidden folder in which `target` is written, empty."""
+def begin(target: Path, mark: str = "") -> Path:
+    """The hidden folder in which `target` is written, empty but for a file `mark`."""
     partial = hidden(target, "partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    if mark:
+        (partial / mark).touch()
     return partial
+
+
+def with_own_names(plans: Sequence[SavePlan], mark: str) -> list[SavePlan]:
+    """Have ranks write to files that another save to the same folder does not write to."""
+    named: list[SavePlan] = []
+    for each in plans:
+        storage = each.storage_data  # what `FileSystemWriter` begins names of files with
+        own = dataclasses.replace(storage, prefix=f"{storage.prefix}{mark[:8]}_")
+        named.append(dataclasses.replace(each, storage_data=own))
+    return named
+
+
+def refuse_taken(partial: Path, target: Path, mark: str) -> None:
+    """Refuse to publish a hidden folder that another process has emptied since; remove the mark.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    try:
+        (partial / mark).unlink()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"another process began to save to {target} meanwhile", "give each job its own folder"
+        ) from None
 
 
 def publish(partial: Path, target: Path) -> None:
