@@ -2,8 +2,8 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
-given, handlers, joint, nccl, outside, profiling, reductions, sequences, steps, tensors, turns,
-views.
+given, handlers, joint, nccl, operators, outside, profiling, reductions, sequences, steps, tensors,
+turns, views.
 """
 
 from zerofx.torch_private.answers import answer_operations, answer_other_libraries
@@ -93,6 +93,7 @@ from zerofx.torch_private.joint import (
     orders_effects,
 )
 from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
+from zerofx.torch_private.operators import is_mutable, is_operator, written_by
 from zerofx.torch_private.outside import trace_inside, trace_outside
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.reductions import reduce_all_rows
@@ -118,8 +119,6 @@ from zerofx.torch_private.tensors import (
     has_unknown_size,
     inside_transform,
     is_made_of_tensors,
-    is_mutable,
-    is_operator,
     local_part,
     local_parts,
     map_tensors,
@@ -137,7 +136,6 @@ from zerofx.torch_private.tensors import (
     unwrap_compiled,
     with_local,
     with_values,
-    written_by,
 )
 from zerofx.torch_private.turns import in_turns
 from zerofx.torch_private.views import follow_views, is_traced

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import TracingContext
-from torch._ops import OperatorBase
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -289,20 +287,3 @@ def memory_of(value: Any) -> int | None:
     value = below_transforms(value)
     strided = isinstance(value, Tensor) and value.layout == torch.strided
     return storage_key(value) if strided and not isinstance(value, DTensor) else None
-
-
-def is_mutable(op: Any) -> bool:
-    """Whether an operation writes to an argument."""
-    return op._schema.is_mutable
-
-
-def written_by(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to, such as `out`."""
-    listed = op._schema.arguments
-    given = dict(zip((each.name for each in listed), args, strict=False)) | kwargs
-    return [given.get(each.name) for each in listed if each.alias_info and each.alias_info.is_write]
-
-
-def is_operator(target: Any) -> bool:
-    """Whether FX calls an operator with a schema or rules, or takes a member of what one gave."""
-    return isinstance(target, OperatorBase) or target is operator.getitem
