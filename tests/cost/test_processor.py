@@ -21,13 +21,16 @@ KERNELS, MEMBERS, SENT = 6, 3, 16
 CROWDED, HALF = Processor(ranks_per_core=2.0), Processor(ranks_per_core=0.5)
 
 
-def run(processor: Processor = FREE_CORES, link: float = 1.0) -> Timeline:
+def run(
+    processor: Processor = FREE_CORES, link: float = 1.0, whole: frozenset[str] = frozenset()
+) -> Timeline:
     """Kernels take 4 seconds each."""
     program = chain([4, 4, 4])
     for start in program.calls(UNSHARD_START):
         set_facts(start, dataclasses.replace(facts(start), wire_bytes=SENT))
     apply(program, Schedule())
-    return simulate(program, lambda _: 4.0, lambda _: link, host=Host(processor=processor))
+    host = Host(processor=processor)
+    return simulate(program, lambda _: 4.0, lambda _: link, host=host, whole=whole)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,8 @@ def test_no_gather_starts_before_all_ranks_have_entered() -> None:
 def test_bytes_are_work() -> None:
     found = run(dataclasses.replace(CROWDED, gathered=0.5))
     assert found.seconds == pytest.approx(KERNELS * 4.0 + 2.0 * 0.5 * SENT * MEMBERS)
+    one_there = run(dataclasses.replace(CROWDED, gathered=0.5), whole=frozenset("a"))
+    assert one_there.seconds == pytest.approx(found.seconds - 2.0 * 0.5 * SENT)
     reduced = run(dataclasses.replace(CROWDED, reduced=0.5))
     assert reduced.seconds == run().seconds, "nothing is reduced"
 

@@ -6,7 +6,6 @@ import dataclasses
 
 from torch import fx
 
-from zerofx.ir.facts import facts
 from zerofx.ir.ops import REDUCE_START, is_call, is_start, is_wait, started_by
 
 
@@ -58,19 +57,20 @@ class Cores:
         self._moving: dict[fx.Node, float] = {}
         self.busy_until = self._for_all(processor.program)
 
-    def take(self, node: fx.Node, took: float, coding: float) -> None:
+    def take(self, node: fx.Node, took: float, coding: float, sent: int) -> None:
         """Do one more node. A collective's work is done when the first wait for it is over.
 
         Args:
             node: the next in execution order.
             took: seconds of its kernels while all ranks run them, or of its collective.
             coding: seconds of its kernels that make or read codes, while all ranks run them.
+            sent: bytes that a rank sends, if it is a collective.
         """
         each = self._processor
         if is_start(node):
             if took:
                 rate = each.reduced if is_call(node, REDUCE_START) else each.gathered
-                self._moving[node] = each.collective + rate * facts(node).wire_bytes
+                self._moving[node] = each.collective + rate * sent
         elif is_wait(node):
             self.busy_until += self._for_all(each.member + self._moving.pop(started_by(node), 0.0))
         elif took:

@@ -272,7 +272,7 @@ def timeline_of(
         return 0.0 if start in silent else machine.code_seconds(program, node, whole)
 
     kernels = Kernels(program.graph, machine.roofline, fused=fused)
-    return simulate(program, kernels.seconds, link, codes, machine.host)
+    return simulate(program, kernels.seconds, link, codes, machine.host, whole)
 
 
 def times_of(timelines: Iterable[Timeline]) -> Times:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from torch import fx
 
 from zerofx.cost.host import NO_HOST, Host
+from zerofx.cost.machine import bytes_sent
 from zerofx.cost.processor import Cores
 from zerofx.ir.ops import PROGRAM_OPS, computes, is_start, is_wait, started_by
 from zerofx.ir.program import Program
@@ -98,6 +99,7 @@ def simulate(
     link: Seconds,
     codes: Seconds = lambda node: 0.0,
     host: Host = NO_HOST,
+    whole: frozenset[str] = frozenset(),
 ) -> Timeline:
     """Run `program` in simulated time.
 
@@ -109,6 +111,7 @@ def simulate(
         codes: seconds of kernels that make codes before a collective starts, or that read them once
             it was waited for.
         host: what launches all of them, and the cores that ranks share.
+        whole: parameters whose full values are there: see `already_whole`.
     """
     now = link_free = 0.0
     launched, cores = host.program, Cores(host.processor)
@@ -144,7 +147,7 @@ def simulate(
                 spans.append(Span(node, "slow", now, now + lost))
             spans.append(Span(node, "compute", now + lost, now + lost + took))
             now += lost + took
-        cores.take(node, took, coding)
+        cores.take(node, took, coding, bytes_sent(program, node, whole) if is_start(node) else 0)
         if not host.runs_ahead:
             launched = now
     seconds = max(now, link_free)
