@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerofx
 from tests.hard.pair import full
@@ -117,6 +117,8 @@ def _events() -> None:
         assert _far(run.step(), steps[0]) < 0.25
     zerofx.refresh(run.model)
     assert _equal(run.step(), steps[0]), "zeros again"
+    run.model.weights[2] = nn.Parameter(full(run.model.weights[2]))
+    assert _equal(run.step(), steps[0]), "a parameter that takes the place of another has its own"
     _forgotten(run, steps)
 
 

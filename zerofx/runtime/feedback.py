@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -56,8 +57,9 @@ class CodingErrors:
         """
         if not any(shapes):
             return tuple(() for _ in shapes)
-        numbers = tuple(state.spec.index if state is not None else None for state in states)
-        bucket = numbers, shapes, device
+        # Not by their numbers, which go to parameters that take the place of others.
+        members = tuple(weakref.ref(state) if state is not None else None for state in states)
+        bucket = members, shapes, device
         kept = self._buckets.get(bucket)
         if kept is None or kept.uses == RESET_AFTER:
             kept = _Kept(tuple(tuple(_zeros(each, device) for each in hop) for hop in shapes))
