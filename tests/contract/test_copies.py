@@ -104,6 +104,23 @@ def test_a_copy_of_a_sharded_model_is_an_independent_one(stage: int) -> None:
     run_ranks(2, _after, stage)
 
 
+def _twice(stage: int) -> None:
+    model = net()
+    run = compiled(model, stage)
+    train(run, sgd(model), 1)
+    clone = copy.deepcopy(model)
+    other = compiled(clone, stage)
+    for each in (run, other):
+        (each(*data(0)) + each(*data(1))).backward()
+    for param, copied in zip(model.parameters(), clone.parameters(), strict=True):
+        close(full(copied.grad), full(param.grad), "gradient")
+
+
+def test_a_copy_runs_twice_before_its_first_backward() -> None:
+    for stage in STAGES:
+        run_ranks(2, _twice, stage)
+
+
 def _parts(stage: int) -> None:
     """What loops copy without the model: the best weights so far, gradients, an optimizer."""
     model = net()

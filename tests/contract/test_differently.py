@@ -164,3 +164,25 @@ def _collectives(gathers: bool) -> None:
 @pytest.mark.parametrize("gathers", [True, False])
 def test_collectives_in_forward(gathers: bool) -> None:
     run_ranks(2, _collectives, gathers)
+
+
+def _late_hooks(stage: int) -> None:
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        model, ddp = net(), twin(net())
+        run = compiled(model, stage)
+        for number in range(4):
+            hooks = [
+                each.first.register_forward_hook(lambda _, args, out: 2 * out)
+                for each in (model, ddp.module)
+                if number == 2
+            ]
+            train(run, sgd(model), [number])
+            train(ddp, sgd(ddp), [number])
+            for hook in hooks:
+                hook.remove()
+        same(model, ddp)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_from_after_the_first_forward(stage: int) -> None:
+    run_ranks(2, _late_hooks, stage)

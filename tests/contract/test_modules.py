@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.contract.loops import (
+    FAST,
     STAGES,
     Net,
     close,
@@ -20,6 +21,7 @@ from tests.contract.loops import (
     config,
     data,
     net,
+    refused,
     same,
     sgd,
     sharded,
@@ -27,6 +29,7 @@ from tests.contract.loops import (
     twin,
 )
 from tests.ranks import run_ranks
+from zerofx.errors import ShardingError
 
 
 def _torch_modules(build: Any, stage: int) -> None:
@@ -237,3 +240,24 @@ def _converted(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_conversion_to_other_dtypes(stage: int) -> None:
     run_ranks(2, _converted, stage)
+
+
+class _Hidden(nn.Module):
+    """A part of it is no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.hidden = nn.Linear(4, 4), [nn.Linear(4, 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden[0](self.seen(x)).sum()
+
+
+def _in_a_plain_list() -> None:
+    run = torch.compile(_Hidden(), backend="zero3", options=FAST)
+    with refused("plain list or dict", "nn.ModuleList", kind=ShardingError):
+        run(torch.randn(2, 4))
+
+
+def test_modules_in_a_plain_list() -> None:
+    run_ranks(2, _in_a_plain_list)

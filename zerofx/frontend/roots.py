@@ -27,6 +27,8 @@ _REMEDY = (
     "shard the whole model before its first forward: "
     "import zerofx; zerofx.shard(model, zerofx.ZeroConfig(stage=…))"
 )
+_FUNCTION = "a compiled function that calls modules, or several models in one graph"
+_REGISTER = "put it in an nn.ModuleList or nn.ModuleDict, so that the model has its parameters"
 
 
 def to_be_sharded(inputs: Sequence[Any]) -> list[nn.Parameter]:
@@ -67,10 +69,11 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
     wanted = {id(param) for param in plain}
     owners = [module for module in modules if wanted <= _owned(module)]
     if not owners:
+        strange = modules and all(wanted.isdisjoint(_owned(module)) for module in modules)
+        why = "a module in a plain list or dict" if strange else _FUNCTION
         raise ShardingError(
-            "the compiled code reads parameters that no module on the call stack owns "
-            "(a compiled function that calls modules, or several models in one graph)",
-            _REMEDY,
+            f"the compiled code reads parameters that no module on the call stack owns ({why})",
+            _REGISTER if strange else _REMEDY,
             [f"a parameter of shape {tuple(param.shape)}" for param in plain],
         )
     if compiled is None:

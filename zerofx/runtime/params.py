@@ -216,7 +216,7 @@ def make_state(
     buffer, shard = allocate(spec, domain.shard_rank, like)
     resident = buffer[: spec.numel] if spec.layout.resident and buffer is not None else None
     fill(shard, resident)
-    made = as_dtensor(shard, full_shape, domain)
+    made = as_dtensor(shard, full_shape, domain).detach()  # with a count of writes of its own
     if holder is None:
         holder = nn.Parameter(made, requires_grad=requires_grad)
     else:
