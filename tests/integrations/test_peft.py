@@ -222,3 +222,39 @@ def saved_and_loaded(kind: str, folder: str) -> None:
 @pytest.mark.parametrize("kind", _KINDS)
 def test_prompts_and_shared_adapters_are_saved(kind: str, tmp_path: Path) -> None:
     run_ranks(2, saved_and_loaded, kind, str(tmp_path), timeout=120)
+
+
+_COMPUTED = {
+    "AdaLoRA": lambda targets: peft.AdaLoraConfig(
+        target_modules=targets,
+        init_r=4,
+        total_step=9,
+        rank_pattern={f"{name}.lora_E": [True, False, True, False] for name in targets},
+    ),
+    "VBLoRA": lambda targets: peft.VBLoRAConfig(
+        target_modules=targets, r=2, num_vectors=8, vector_length=8, save_only_topk_weights=True
+    ),
+}
+
+
+def saved_as_plain(kind: str, folder: str) -> None:
+    from safetensors.torch import load_file
+
+    from zerofx.integrations import save_adapters
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Base(), _COMPUTED[kind](["layers.0", "layers.1"]))
+    plain, ours = f"{folder}/plain{dist.get_rank()}", f"{folder}/ours"
+    model.save_pretrained(plain)
+    zerofx.shard(model, zerofx.ZeroConfig(**EAGER))
+    save_adapters(model, ours)
+    dist.barrier()
+    wanted, found = (load_file(f"{each}/adapter_model.safetensors") for each in (plain, ours))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        same(found[name], value, name)
+
+
+@pytest.mark.parametrize("kind", _COMPUTED)
+def test_what_is_computed_of_adapters_is_saved(kind: str, tmp_path: Path) -> None:
+    run_ranks(2, saved_as_plain, kind, str(tmp_path), timeout=120)

@@ -97,12 +97,18 @@ def _state_dict(plain: Any) -> dict[str, Tensor]:
     """Full values of the adapters on the first rank, by their names in the model; else none."""
     peft: Any = importlib.import_module("peft")
     state = get_model_state_dict(plain)
+    held = {id(value) for value in state.values()}
     chosen: set[int] = set()
-    for adapter in plain.peft_config:
-        # It renames what it chooses, but hands the values on as they are: shards.
+    names: set[str] = set()
+    for adapter, config in plain.peft_config.items():
+        # It renames what it chooses, and hands most values on as they are: shards.
         found = peft.get_peft_model_state_dict(plain, state_dict=dict(state), adapter_name=adapter)
-        chosen |= {id(value) for value in found.values()}
-    return full_state_dict(plain, {name for name in state if id(state[name]) in chosen})
+        given = {id(value) for value in found.values()}
+        chosen |= given
+        if not given <= held:  # computed: AdaLoRA's ranks that are kept, VBLoRA's largest
+            prefix = getattr(peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], "prefix", "")
+            names |= {name for name in state if prefix and prefix in name}
+    return full_state_dict(plain, names | {name for name in state if id(state[name]) in chosen})
 
 
 class _Call(nn.Module):
