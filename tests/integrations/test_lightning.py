@@ -140,25 +140,42 @@ def test_two_optimizers_train_and_resume(tmp_path: Path) -> None:
     run_ranks(2, _two, str(tmp_path), timeout=120)
 
 
-def _averages(folder: str) -> str:
+class Normed(Module):
+    """Has a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+
+_REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "averages": (
+        Module,
+        {"callbacks": [lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.1)]},
+        r"StochasticWeightAveraging[\s\S]*on_fit_start",
+    ),
+    "synced": (Normed, {"sync_batchnorm": True}, r"sync_batchnorm=True[\s\S]*- norm\n[\s\S]*GroupNorm"),
+}
+
+
+def _refuses(folder: str, build: type[Module], given: dict[str, Any], said: str) -> None:
     from zerofx.integrations import ZeroStrategy
 
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=ZeroStrategy(ZeroConfig(stage=3, **OPTIONS)),
-        callbacks=[lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.1)],
         default_root_dir=folder,
         logger=False,
+        **given,
     )
-    with pytest.raises(UnsupportedError, match="on_fit_start") as error:
-        trainer.fit(Module(), data())
-    return str(error.value)
+    with pytest.raises(UnsupportedError, match=said):
+        trainer.fit(build(), data())
 
 
-def test_averages_of_lightnings_own_are_refused(tmp_path: Path) -> None:
-    for said in run_ranks(2, _averages, str(tmp_path)):
-        assert "StochasticWeightAveraging" in said
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_the_strategy_does_not_do_is_refused(case: str, tmp_path: Path) -> None:
+    run_ranks(2, _refuses, str(tmp_path), *_REFUSED[case])
 
 
 @pytest.mark.parametrize(

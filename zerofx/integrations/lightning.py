@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
+from torch import nn
 from torch.optim import Optimizer
 
 import zerofx
@@ -31,8 +32,8 @@ class ZeroStrategy(DDPStrategy):
 
     Raises:
         ConfigError: an argument is one of DistributedDataParallel's; names it.
-        UnsupportedError: a callback averages weights, or a checkpoint goes to a storage of one's
-            own.
+        UnsupportedError: a callback averages weights, batch norms are to be synchronized, or a
+            checkpoint goes to a storage of one's own.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class ZeroStrategy(DDPStrategy):
         """Shard and compile the module, then make its optimizer."""
         assert self.accelerator is not None and self.model is not None
         _refuse_averages(trainer.callbacks)
+        if trainer.state.fn == "fit" and self._layer_sync is not None:
+            _refuse_synced_norms(self.model)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if not any(param.is_meta for param in self.model.parameters()):
@@ -145,3 +148,14 @@ def _refuse_averages(callbacks: Iterable[Any]) -> None:
             "copy's parameters in on_train_batch_end, and save it by zerofx.checkpoint.save",
             names,
         )
+
+
+def _refuse_synced_norms(module: nn.Module) -> None:
+    """torch's decide by values how they go on, in the middle of a graph; CPUs have none."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    raise UnsupportedError(
+        "sync_batchnorm=True has batch norms share their statistics over ranks",
+        "leave it out: each rank then normalizes by its own batch; or use GroupNorm or LayerNorm, "
+        "which need no other rank",
+        [name for name, each in module.named_modules() if isinstance(each, kinds)],
+    )
