@@ -140,6 +140,39 @@ def test_two_optimizers_train_and_resume(tmp_path: Path) -> None:
     run_ranks(2, _two, str(tmp_path), timeout=120)
 
 
+def _weights_only(folder: str) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from zerofx.integrations import ZeroStrategy
+
+    saver = lightning.callbacks.ModelCheckpoint(folder, "weights", save_weights_only=True)
+
+    def trainer() -> Any:
+        return lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=ZeroStrategy(ZeroConfig(stage=3, **OPTIONS)),
+            callbacks=[saver],
+            max_epochs=1,
+            logger=False,
+            enable_progress_bar=False,
+        )
+
+    module = Module()
+    first = trainer()
+    first.fit(module, data(), data())
+    names = FileSystemReader(saver.best_model_path).read_metadata().state_dict_metadata
+    assert "model.last.weight" in names and not any(each.startswith("optimizer") for each in names)
+    again = trainer().validate(Module(), data(), ckpt_path=saver.best_model_path)
+    assert again[0]["far"] == pytest.approx(first.callback_metrics["far"].item())
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        trainer().fit(Module(), data(), ckpt_path=saver.best_model_path)
+
+
+def test_weights_alone_are_saved(tmp_path: Path) -> None:
+    run_ranks(2, _weights_only, str(tmp_path), timeout=120)
+
+
 class Normed(Module):
     """Has a batch norm."""
 

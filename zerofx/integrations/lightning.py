@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 
 import zerofx
 from zerofx import checkpoint as sharded
+from zerofx.checkpoint.damage import read_metadata
+from zerofx.checkpoint.ranks import ranks_that_hold
+from zerofx.checkpoint.writer import find
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, UnsupportedError
 
@@ -98,18 +101,29 @@ class ZeroStrategy(DDPStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Save rows of weights and optimizer state on each rank; `checkpoint` is the extra."""
+        """Save rows of weights and optimizer state on each rank; `checkpoint` is the extra.
+
+        With `save_weights_only` Lightning has no place for the optimizer's state in it: weights
+        alone are saved then.
+        """
         if storage_options is not None:
             raise UnsupportedError("ZeroStrategy takes no storage_options", "leave them out")
         assert self.model is not None
-        sharded.save(self.broadcast(filepath), self.model, self.optimizers, checkpoint)
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        sharded.save(self.broadcast(filepath), self.model, optimizers, checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved, at any stage and on any number of ranks."""
+        """Load what `save_checkpoint` saved, at any stage and on any number of ranks.
+
+        Of weights alone Lightning says itself that training does not resume.
+        """
         assert self.model is not None
-        return sharded.load(self.broadcast(checkpoint_path), self.model, self.optimizers)
+        path = self.broadcast(checkpoint_path)
+        ranks = ranks_that_hold(self.model, "load_checkpoint")
+        whole = ranks.agreed(lambda: _has_optimizer(path))
+        return sharded.load(path, self.model, self.optimizers if whole else None)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` did it."""
@@ -120,6 +134,11 @@ class ZeroStrategy(DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _has_optimizer(path: str | os.PathLike[str]) -> bool:
+    names = read_metadata(find(path)).state_dict_metadata
+    return any(name.startswith("optimizer.") for name in names)
 
 
 def _refuse_rivals(kwargs: Mapping[str, Any]) -> None:
