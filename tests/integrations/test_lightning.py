@@ -187,7 +187,16 @@ _REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"callbacks": [lightning.callbacks.StochasticWeightAveraging(swa_lrs=0.1)]},
         r"StochasticWeightAveraging[\s\S]*on_fit_start",
     ),
-    "synced": (Normed, {"sync_batchnorm": True}, r"sync_batchnorm=True[\s\S]*- norm\n[\s\S]*GroupNorm"),
+    "written elsewhere": (
+        Module,
+        {"plugins": [lightning.plugins.io.AsyncCheckpointIO()]},
+        r"checkpoint_io is a AsyncCheckpointIO[\s\S]*async_save",
+    ),
+    "synced": (
+        Normed,
+        {"sync_batchnorm": True},
+        r"sync_batchnorm=True[\s\S]*- norm\n[\s\S]*GroupNorm",
+    ),
 }
 
 

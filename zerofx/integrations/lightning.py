@@ -8,6 +8,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from lightning.pytorch.plugins import (  # pyright: ignore[reportMissingImports]
+    CheckpointIO,
+    TorchCheckpointIO,
+)
 from lightning.pytorch.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]
 from torch import nn
 from torch.optim import Optimizer
@@ -36,7 +40,7 @@ class ZeroStrategy(DDPStrategy):
     Raises:
         ConfigError: an argument is one of DistributedDataParallel's; names it.
         UnsupportedError: a callback averages weights, batch norms are to be synchronized, or a
-            checkpoint goes to a storage of one's own.
+            plugin or storage of one's own is to take checkpoints.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ZeroStrategy(DDPStrategy):
         """Shard and compile the module, then make its optimizer."""
         assert self.accelerator is not None and self.model is not None
         _refuse_averages(trainer.callbacks)
+        _refuse_other_writers(self.checkpoint_io)
         if trainer.state.fn == "fit" and self._layer_sync is not None:
             _refuse_synced_norms(self.model)
         self.accelerator.setup(trainer)
@@ -166,6 +171,15 @@ def _refuse_averages(callbacks: Iterable[Any]) -> None:
             "copy.deepcopy the module in on_fit_start of a callback of your own, average the "
             "copy's parameters in on_train_batch_end, and save it by zerofx.checkpoint.save",
             names,
+        )
+
+
+def _refuse_other_writers(io: CheckpointIO) -> None:
+    if type(io) is not TorchCheckpointIO:  # Lightning's default, which only deletes here
+        raise UnsupportedError(
+            f"checkpoint_io is a {type(io).__name__}, and rows are written and read by zerofx",
+            "leave it out; zerofx.checkpoint.async_save, in a callback of your own, writes while "
+            "training goes on",
         )
 
 
