@@ -86,7 +86,8 @@ class Accelerator(RecipeAccelerator):
 
         Raises:
             UnsupportedError: DistributedDataParallel or FSDP wraps it.
-            ConfigError: its options count micro-batches, which Accelerate does.
+            ConfigError: its options count micro-batches, which Accelerate does; or it is sharded
+                already, and was not cast or divided before as the file says.
         """
         plain = unwrap_compiled(model)
         refuse_wrappers(plain.modules())
@@ -95,8 +96,7 @@ class Accelerator(RecipeAccelerator):
         # "For evaluation" is Accelerate's way to say: mixed precision, but no wrapper.
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         session = session_of(plain)
-        if session is None:
-            self.change(plain)
+        self.change(plain, sharded=session is not None)
         if session is None or self._zero is not None:
             zerofx.shard(plain, self._zero)
             session = session_of(plain)

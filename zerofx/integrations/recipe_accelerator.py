@@ -18,7 +18,7 @@ from zerofx import checkpoint
 from zerofx.checkpoint.store import Optimizers
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.deepspeed.recipe import Recipe
-from zerofx.integrations.deepspeed.routing import TokenRouter
+from zerofx.integrations.deepspeed.routing import TokenRouter, is_routed
 from zerofx.integrations.recipe import layer_of, refuse_contradictions
 from zerofx.integrations.samples import deals, gather_once, shared_loader
 from zerofx.integrations.stepping import GroupScheduler, RecipeOptimizer
@@ -37,7 +37,8 @@ class RecipeAccelerator(accelerate.Accelerator):
 
     Attributes:
         recipe: see above.
-        router: of the tokens of the last model that was prepared, if the file routes any.
+        router: of the tokens of the last model that was prepared, if the file routes any. Set it
+            before you prepare a model whose layers you have routed yourself.
 
     Raises:
         ConfigError: the file contradicts the arguments; names the keys.
@@ -64,15 +65,24 @@ class RecipeAccelerator(accelerate.Accelerator):
             self.project_configuration.save_on_each_node |= recipe.node_local
         self.scaler: Any = scaler or self.scaler
 
-    def change(self, model: nn.Module) -> None:
-        """Cast, divide and route a model as the file says; before it is sharded."""
+    def change(self, model: nn.Module, *, sharded: bool) -> None:
+        """Cast, divide and route a model as the file says.
+
+        Raises:
+            ConfigError: it is sharded, and was not cast or divided before; or its layers are
+                routed, and nobody said by what.
+        """
         if self.recipe is None:
             return
-        self.recipe.cast_model(model)
-        self.recipe.parallelize(model)
-        if self.recipe.routing is not None:
-            layer = self._layer or layer_of(model, self.recipe.routing.total_layers)
-            self.router = self.recipe.route_tokens(model, layer)
+        if sharded:
+            _refuse_unchanged(self.recipe, model)
+        else:
+            self.recipe.cast_model(model)
+            self.recipe.parallelize(model)
+        if self.recipe.routing is None or (self.router is not None and is_routed(model)):
+            return
+        layer = self._layer or layer_of(model, self.recipe.routing.total_layers)
+        self.router = self.recipe.route_tokens(model, layer)
 
     def prepare_data_loader(
         self,
@@ -209,6 +219,22 @@ class RecipeAccelerator(accelerate.Accelerator):
     def _after_step(self) -> None:
         if self.router is not None:
             self.router.step()
+
+
+def _refuse_unchanged(recipe: Recipe, model: nn.Module) -> None:
+    """What comes before sharding was to be done by whoever sharded the model."""
+    name = type(model).__name__
+    if uncast := recipe.casts.left_of(model):
+        raise ConfigError(
+            f"{name} is sharded already, and was not cast as the file says",
+            "leave sharding to prepare, or call recipe.cast_model(model) before it",
+            uncast,
+        )
+    if recipe.tensor_parallel is not None and not recipe.tensor_parallel.held:
+        raise ConfigError(
+            f"{name} is sharded already, and whole on ranks that share it",
+            "leave sharding to prepare, or call recipe.parallelize(model) before it",
+        )
 
 
 def _refuse_other_parts(folder: Path, parts: TensorParallel | None) -> None:

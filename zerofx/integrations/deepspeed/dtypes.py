@@ -35,11 +35,23 @@ class Casts:
 
     def apply(self, model: nn.Module) -> None:
         """Cast in place; parameters and buffers stay the same objects."""
+        for _, value, dtype in self._left(model):
+            value.data = value.data.to(dtype)
+
+    def left_of(self, model: nn.Module) -> list[str]:
+        """Names of what `apply` would cast."""
+        return [name for name, _, _ in self._left(model)]
+
+    def _left(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
         exact = {id(buffer) for buffer in self._exact_buffers(model)}
-        for param in model.parameters():
-            _cast(param, self.params)
-        for buffer in model.buffers():
-            _cast(buffer, torch.float32 if id(buffer) in exact else self.buffers)
+        params = ((*named, self.params) for named in model.named_parameters())
+        buffers = (
+            (name, buffer, torch.float32 if id(buffer) in exact else self.buffers)
+            for name, buffer in model.named_buffers()
+        )
+        for name, value, dtype in (*params, *buffers):
+            if dtype not in (None, value.dtype) and value.dtype in _DTYPES.values():
+                yield name, value, dtype
 
     def _exact_buffers(self, model: nn.Module) -> Iterator[torch.Tensor]:
         if self.computation is None:
@@ -143,8 +155,3 @@ def _own_patterns(model: nn.Module, computation: torch.dtype | None) -> Sequence
         for listed in lists
         for each in getattr(module, listed, None) or ()
     ]
-
-
-def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> None:
-    if dtype is not None and value.dtype in _DTYPES.values() and value.dtype is not dtype:
-        value.data = value.data.to(dtype)

@@ -189,8 +189,11 @@ def route_tokens(
 ) -> TokenRouter:
     """Let layers of a model see some tokens only; see `Recipe.route_tokens`."""
     found = [module for module in model.modules() if isinstance(module, layer)]
-    if any(isinstance(module, Routed) for module in found):
-        raise ConfigError("layers of the model are routed already", "call route_tokens once")
+    if is_routed(model):
+        raise ConfigError(
+            "layers of the model are routed already",
+            "call route_tokens once; an Accelerator takes what it returned as its `router`",
+        )
     if len(found) <= routing.layers[-1]:
         raise ConfigError(
             f"random_ltd_layer_id names layer {routing.layers[-1]}, but the model has {len(found)} "
@@ -199,6 +202,11 @@ def route_tokens(
         )
     place = batch.place() if place is None else place
     return TokenRouter(routing, batch, place, [found[number] for number in routing.layers])
+
+
+def is_routed(model: nn.Module) -> bool:
+    """Whether layers of a model see some tokens only."""
+    return any(isinstance(module, Routed) for module in model.modules())
 
 
 def check_router(routing: Routing | None, router: TokenRouter | None) -> None:

@@ -1,0 +1,72 @@
+"""What an Accelerator is told by other ways than its arguments: by a model, plugins, variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from tests.integrations.data_files import ROUTED
+from tests.integrations.examples import BASE, nested
+from tests.integrations.loops import fresh_state
+from tests.ranks import run_ranks
+from zerofx.errors import ConfigError
+
+accelerate = pytest.importorskip("accelerate")
+
+_OPTIONS: dict[str, Any] = {"inner": "eager", "min_shard_numel": 0}
+
+
+def _recipe(**keys: Any) -> Any:
+    return zerofx.from_deepspeed(nested({**BASE, "zero_optimization.stage": 3, **keys}), **_OPTIONS)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.linear(hidden) * self.scale
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(Layer(), Layer(), Layer())
+
+
+def prepares_what_is_sharded() -> None:
+    """Tokens are routed; casts and parts, which come before sharding, are refused."""
+    from zerofx.integrations import Accelerator
+
+    fresh_state()
+    recipe = _recipe(**ROUTED)
+    it, model = Accelerator(recipe, layer=Layer, cpu=True), _layers()
+    zerofx.shard(model, recipe.config)
+    for _ in range(2):  # a trainer prepares its model again for another run
+        it.prepare(model)
+        assert it.router is not None and it.router.kept == 4
+        it.backward(model(torch.randn(2, 16, 8)).mean())
+    with pytest.raises(ConfigError, match=r"routed already[\s\S]*`router`"):
+        Accelerator(recipe, layer=Layer, cpu=True).prepare(model)
+    for keys, said in (
+        ({"data_types.buffer_dtype": "bf16"}, r"- 0\.scale\n[\s\S]*cast_model"),
+        ({"tensor_parallel.autotp_size": 2}, r"whole on ranks[\s\S]*parallelize"),
+    ):
+        fresh_state()
+        recipe = _recipe(**keys)
+        it, model = Accelerator(recipe, cpu=True), _layers()
+        zerofx.shard(model, recipe.config)
+        with pytest.raises(ConfigError, match=said):
+            it.prepare(model)
+    fresh_state()
+    recipe = _recipe(**{"data_types.buffer_dtype": "bf16", "bf16.enabled": True})
+    it, model = Accelerator(recipe, cpu=True), _layers()
+    assert it.prepare(it.prepare(model)) is model
+
+
+def test_a_model_that_is_sharded_is_routed_or_refused() -> None:
+    run_ranks(2, prepares_what_is_sharded, timeout=200)
