@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerofx
@@ -13,7 +15,8 @@ from tests.integrations.data_files import ROUTED
 from tests.integrations.examples import BASE, nested
 from tests.integrations.loops import fresh_state
 from tests.ranks import run_ranks
-from zerofx.errors import ConfigError
+from zerofx import ZeroConfig
+from zerofx.errors import ConfigError, ShardingError
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -70,3 +73,54 @@ def prepares_what_is_sharded() -> None:
 
 def test_a_model_that_is_sharded_is_routed_or_refused() -> None:
     run_ranks(2, prepares_what_is_sharded, timeout=200)
+
+
+class Counting(nn.Module):
+    """Its buffer is this rank's until a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.register_buffer("mine", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.mine
+
+
+def wraps_otherwise(folder: str) -> None:
+    import transformers
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from zerofx.integrations import Accelerator, Trainer
+
+    def accelerator(config: ZeroConfig | None = None, **kwargs: Any) -> Any:
+        fresh_state()
+        handlers = [DistributedDataParallelKwargs(**kwargs)]
+        return Accelerator(config, cpu=True, kwargs_handlers=handlers)
+
+    def after_forward(model: Any) -> float:
+        model.mine.fill_(dist.get_rank())
+        model(torch.zeros(1, 2))
+        return model.mine.item()
+
+    stage_1 = ZeroConfig(stage=1, **_OPTIONS)
+    assert after_forward(accelerator(stage_1).prepare(Counting())) == 0
+    kept = accelerator(stage_1, broadcast_buffers=False).prepare(Counting())
+    assert after_forward(kept) == dist.get_rank()
+    assert accelerator(broadcast_buffers=False).prepare(kept) is kept
+    with pytest.raises(ShardingError, match="broadcast_buffers"):
+        shared = zerofx.shard(Counting(), stage_1)
+        accelerator(broadcast_buffers=False).prepare(shared)
+    for name, value in {"comm_hook": "fp16", "comm_wrapper": "bf16", "bucket_cap_mb": 50}.items():
+        with pytest.raises(ConfigError, match=f"{name}={value}"):
+            accelerator(**{name: value})
+    args = transformers.TrainingArguments(
+        folder, ddp_broadcast_buffers=False, use_cpu=True, report_to="none"
+    )
+    trainer: Any = Trainer(Counting(), args, zero=stage_1)
+    assert after_forward(trainer.accelerator.prepare(trainer.model)) == dist.get_rank()
+
+
+def test_arguments_of_ddp_hold_or_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, wraps_otherwise, str(tmp_path), timeout=200)

@@ -1,7 +1,7 @@
 """Programs of other libraries: loops and adapters of Hugging Face; Lightning; files of DeepSpeed.
 
 The libraries are optional (`pip install 'zerofx[hf]'`, `'zerofx[lightning]'`), and imported when a
-name is asked for. Modules: accelerator, recipe_accelerator, samples, stepping, trainer,
+name is asked for. Modules: accelerator, recipe_accelerator, rivals, samples, stepping, trainer,
 arguments, adapters, embeddings, recipe, reports, lightning. Packages: deepspeed, tensor_parallel.
 """
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.recipe_accelerator import RecipeAccelerator
+from zerofx.integrations.rivals import keeps_buffers, refuse_rivals
 from zerofx.runtime.in_place import full
 from zerofx.runtime.params import params_of
 from zerofx.sharding.refuse import refuse_wrappers
@@ -26,7 +26,6 @@ from zerofx.sharding.shard import session_of
 from zerofx.torch_private import unwrap_compiled
 
 _FOLDER = "zerofx_{}"
-_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class Accelerator(RecipeAccelerator):
@@ -67,7 +66,7 @@ class Accelerator(RecipeAccelerator):
         super().__init__(recipe, layer, scaler, **kwargs)
         self._zero = zero if isinstance(zero, ZeroConfig) else None
         self._compile_kwargs = dict(compile_kwargs or {})
-        self._refuse_rivals()
+        refuse_rivals(self)
         self._refuse_counting_alone()
         if self.num_processes > 1:
             _refuse_uneven(self.even_batches)
@@ -97,8 +96,12 @@ class Accelerator(RecipeAccelerator):
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         session = session_of(plain)
         self.change(plain, sharded=session is not None)
-        if session is None or self._zero is not None:
-            zerofx.shard(plain, self._zero)
+        wanted = self._zero
+        if keeps_buffers(self):
+            found = ZeroConfig() if session is None else session.config
+            wanted = dataclasses.replace(wanted or found, broadcast_buffers=False)
+        if session is None or wanted is not None:
+            zerofx.shard(plain, wanted)
             session = session_of(plain)
         if session is not None and session.config.accumulate != 1:
             raise ConfigError(
@@ -209,25 +212,6 @@ class Accelerator(RecipeAccelerator):
             yield pairs
         finally:
             self._models, self._optimizers = models, optimizers
-
-    def _refuse_rivals(self) -> None:
-        kind = self.distributed_type
-        plugin: Any = self.state.dynamo_plugin
-        compiler = plugin.backend
-        rivals = [
-            (kind not in _KINDS, f"distributed_type={kind}", "leave that plugin out"),
-            (
-                compiler != DynamoBackend.NO,
-                f"dynamo_backend={compiler}",
-                "leave it out: prepare compiles with the backend of the config's stage",
-            ),
-        ]
-        for there, what, remedy in rivals:
-            if there:
-                raise ConfigError(
-                    f"{what} contradicts zerofx.integrations.Accelerator, which does that itself",
-                    remedy,
-                )
 
     def _refuse_counting_alone(self) -> None:
         """Whoever made Accelerate's state first may not have said `cpu`: `TrainingArguments`."""

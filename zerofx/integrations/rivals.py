@@ -1,0 +1,68 @@
+"""What an `Accelerator` is asked for that zerofx does itself, or cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+)
+
+from zerofx.errors import ConfigError
+
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def refuse_rivals(accelerator: accelerate.Accelerator) -> None:
+    """Raise a `ConfigError` that names what contradicts zerofx."""
+    kind = accelerator.distributed_type
+    plugin: Any = accelerator.state.dynamo_plugin
+    compiler = plugin.backend
+    rivals = [
+        (kind not in _KINDS, f"distributed_type={kind}", "leave that plugin out"),
+        (
+            compiler != DynamoBackend.NO,
+            f"dynamo_backend={compiler}",
+            "leave it out: prepare compiles with the backend of the config's stage",
+        ),
+    ]
+    for there, what, remedy in rivals:
+        if there:
+            raise ConfigError(
+                f"{what} contradicts zerofx.integrations.Accelerator, which does that itself",
+                remedy,
+            )
+    if accelerator.ddp_handler is not None:
+        _refuse_hooks(accelerator.ddp_handler)
+
+
+def keeps_buffers(accelerator: accelerate.Accelerator) -> bool:
+    """Whether DistributedDataParallel would leave each rank its buffers."""
+    handler = accelerator.ddp_handler
+    return handler is not None and not handler.broadcast_buffers
+
+
+def _refuse_hooks(handler: DistributedDataParallelKwargs) -> None:
+    """What DistributedDataParallel would do to gradients.
+
+    Its checks and promises, such as `find_unused_parameters`, have nothing to say here.
+    """
+    other = "use ZeroConfig(reduce_dtype=…), or ZeroConfig(quantize_gradients=…) for fewer bits"
+    none = DDPCommunicationHookType.NO
+    rivals = {
+        "comm_hook": (none, other),
+        "comm_wrapper": (none, other),
+        "bucket_cap_mb": (25, "use ZeroConfig(bucket_bytes=…)"),
+    }
+    for name, (default, remedy) in rivals.items():
+        value = getattr(handler, name)
+        if value != default:
+            raise ConfigError(
+                f"DistributedDataParallelKwargs({name}={value}): nothing is wrapped in "
+                "DistributedDataParallel here",
+                f"leave it out; {remedy}",
+            )
