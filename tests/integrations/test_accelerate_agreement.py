@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -124,3 +125,39 @@ def wraps_otherwise(folder: str) -> None:
 def test_arguments_of_ddp_hold_or_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run_ranks(2, wraps_otherwise, str(tmp_path), timeout=200)
+
+
+def counts_otherwise(folder: str) -> None:
+    import transformers
+    from accelerate.utils import GradientAccumulationPlugin
+
+    from zerofx.integrations import Accelerator, Trainer
+
+    recipe = _recipe(gradient_accumulation_steps=4)
+    said = "gradient_accumulation_steps: 4 in the file, 8 for the accelerator"
+    fresh_state()
+    with (
+        patch.dict("os.environ", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}),
+        pytest.raises(ConfigError, match=said),
+    ):
+        Accelerator(recipe, cpu=True)
+    with pytest.raises(ConfigError, match=said):
+        plugin = GradientAccumulationPlugin(num_steps=8)
+        Accelerator(recipe, cpu=True, gradient_accumulation_plugin=plugin)
+    it = Accelerator(recipe, cpu=True, gradient_accumulation_plugin=None)
+    assert it.gradient_accumulation_steps == 4
+    fresh_state()
+    args = transformers.TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 8}},
+        use_cpu=True,
+        report_to="none",
+    )
+    with pytest.raises(ConfigError, match="4 in the file, 8 for the trainer"):
+        Trainer(_layers(), args, zero=recipe)
+
+
+def test_accumulation_is_the_files_wherever_it_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, counts_otherwise, str(tmp_path), timeout=200)

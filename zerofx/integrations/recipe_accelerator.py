@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,9 @@ class RecipeAccelerator(accelerate.Accelerator):
         ConfigError: the file contradicts the arguments; names the keys.
     """
 
+    _counts = True
+    """Whether it counts micro-batches: a trainer does that itself."""
+
     def __init__(
         self,
         recipe: Recipe | None,
@@ -53,12 +55,13 @@ class RecipeAccelerator(accelerate.Accelerator):
     ) -> None:
         self.recipe, self._layer = recipe, layer
         self.router: TokenRouter | None = None
-        # A trainer brings a plugin, and counts for itself.
-        if recipe is not None and "gradient_accumulation_plugin" not in kwargs:
+        if recipe is not None and kwargs.get("gradient_accumulation_plugin") is None:
             kwargs.setdefault("gradient_accumulation_steps", recipe.batch.accumulation)
         super().__init__(**kwargs)
         if recipe is not None:
-            _refuse_disagreement(recipe, kwargs)
+            # A plugin or an environment variable may have said something else.
+            steps = self.gradient_accumulation_steps if self._counts else recipe.batch.accumulation
+            _refuse_disagreement(recipe, steps)
             if scaler is None and recipe.scaling.enabled:
                 scaler = recipe.make_scaler(self.device.type)
             # Accelerate's own files go where the shards do.
@@ -246,18 +249,16 @@ def _refuse_other_parts(folder: Path, parts: TensorParallel | None) -> None:
         )
 
 
-def _refuse_disagreement(recipe: Recipe, given: Mapping[str, Any]) -> None:
+def _refuse_disagreement(recipe: Recipe, steps: int) -> None:
     batch, ranks = recipe.batch, dist.get_world_size() if dist.is_initialized() else 1
     refuse_contradictions(
         {
             "number of ranks": (batch.groups * batch.alike, ranks),
-            "gradient_accumulation_steps": (
-                batch.accumulation,
-                given.get("gradient_accumulation_steps", batch.accumulation),
-            ),
+            "gradient_accumulation_steps": (batch.accumulation, steps),
             "torch_autocast": (recipe.autocast_dtype, None),
         },
         "the accelerator",
-        "read the file where the ranks are; say bf16 or fp16 in it, or mixed_precision here, "
-        "instead of autocast",
+        "read the file where the ranks are; leave accumulation to it: out of the arguments, of a "
+        "plugin and of ACCELERATE_GRADIENT_ACCUMULATION_STEPS; say bf16 or fp16 in it, or "
+        "mixed_precision here, instead of autocast",
     )

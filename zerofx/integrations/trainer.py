@@ -96,11 +96,12 @@ class TrainerMixin(_Base):
             if self._recipe is None and self._zero is None:
                 self._recipe = zerofx.from_deepspeed(self._file, auto=auto_values(self.args))
         if self._recipe is not None:
-            refuse_disagreement(self._recipe, self.args)
             self.args.save_on_each_node |= self._recipe.node_local  # the trainer's own files, too
         super().create_accelerator_and_postprocess()
+        if self._recipe is not None:  # `accelerator_config` may have changed the arguments
+            refuse_disagreement(self._recipe, self.args)
         _refuse_lost_best(self.args, self._recipe)
-        self.accelerator = Accelerator(
+        self.accelerator = _TrainersAccelerator(
             self._zero if self._recipe is None else self._recipe,
             project_config=ProjectConfiguration(save_on_each_node=self.args.save_on_each_node),
             **self._our_kwargs,
@@ -239,6 +240,10 @@ class TrainerMixin(_Base):
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` over zerofx: `Trainer(model, args, …, zero=ZeroConfig(stage=3))`."""
+
+
+class _TrainersAccelerator(Accelerator):
+    _counts = False
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
