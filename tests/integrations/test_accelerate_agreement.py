@@ -161,3 +161,35 @@ def counts_otherwise(folder: str) -> None:
 def test_accumulation_is_the_files_wherever_it_is_said(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run_ranks(2, counts_otherwise, str(tmp_path), timeout=200)
+
+
+def schedules() -> list[float]:
+    """Rates after each of some micro-batches, of which two are a step; one step overflows."""
+    from zerofx.integrations import Accelerator
+
+    fresh_state()
+    warmup = {"warmup_num_steps": 10, "warmup_max_lr": 1.0, "warmup_type": "linear"}
+    keys: dict[str, Any] = {f"scheduler.params.{key}": value for key, value in warmup.items()}
+    keys |= {"fp16.enabled": True, "fp16.initial_scale_power": 4, "optimizer.type": "AdamW"}
+    recipe = _recipe(**keys, **{"gradient_accumulation_steps": 2, "scheduler.type": "WarmupLR"})
+    it: Any = Accelerator(recipe, cpu=True)
+    optimizer = recipe.make_optimizer((net := nn.Linear(8, 1)).parameters())
+    schedule = recipe.make_scheduler(optimizer)
+    model, optimizer, schedule = it.prepare(net, optimizer, schedule)
+    assert it.prepare(schedule) is schedule
+    rates = []
+    for number in range(10):
+        with it.accumulate(model):
+            loss = model(torch.ones(2, 8)).mean()
+            it.backward(loss * torch.inf if number == 5 else loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_recipes_schedule_goes_on_by_steps() -> None:
+    for rates in run_ranks(2, schedules, timeout=200):
+        # DeepSpeed counts from -1; the third step is skipped.
+        assert rates == pytest.approx([0, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.3])

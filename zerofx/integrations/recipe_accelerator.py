@@ -18,6 +18,7 @@ from zerofx.checkpoint.store import Optimizers
 from zerofx.errors import CheckpointError, ConfigError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.routing import TokenRouter, is_routed
+from zerofx.integrations.deepspeed.schedules import Schedule
 from zerofx.integrations.recipe import layer_of, refuse_contradictions
 from zerofx.integrations.samples import deals, gather_once, shared_loader
 from zerofx.integrations.stepping import GroupScheduler, RecipeOptimizer
@@ -119,13 +120,22 @@ class RecipeAccelerator(accelerate.Accelerator):
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As Accelerate; where ranks share samples, it goes on by their groups in each step."""
+        """As Accelerate; a recipe's goes on by one in each step that is not skipped.
+
+        Where ranks share samples, others go on by their groups.
+        """
         prepared: Any = super().prepare_scheduler(scheduler)
-        batch = None if self.recipe is None else self.recipe.batch
-        if batch is None or batch.alike == 1 or self.split_batches or prepared is scheduler:
+        if prepared is scheduler:
             return prepared
+        batch = None if self.recipe is None else self.recipe.batch
+        if isinstance(scheduler, Schedule):
+            groups = 1
+        elif batch is None or batch.alike == 1 or self.split_batches:
+            return prepared
+        else:
+            groups = batch.groups
         self._schedulers[-1] = GroupScheduler(
-            scheduler, prepared.optimizers, batch.groups, prepared.step_with_optimizer
+            scheduler, prepared.optimizers, groups, prepared.step_with_optimizer
         )
         return self._schedulers[-1]
 

@@ -47,7 +47,7 @@ class RecipeOptimizer(AcceleratedOptimizer):
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """Goes on by the groups of ranks in each step, as Accelerate's does by all ranks."""
+    """Goes on by a number in each step, groups of ranks say, as Accelerate's does by all ranks."""
 
     def __init__(self, scheduler: Any, optimizers: Any, groups: int, with_optimizer: bool) -> None:
         super().__init__(scheduler, optimizers, with_optimizer, split_batches=True)
