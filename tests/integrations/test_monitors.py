@@ -40,6 +40,20 @@ def test_figures_go_to_monitors(tmp_path: Path) -> None:
     }
 
 
+def test_reports_of_a_run_that_is_resumed_go_on(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"csv_monitor.enabled": True, "csv_monitor.output_path": str(tmp_path)}
+    keys |= {"csv_monitor.job_name": "run", "steps_per_print": 2}
+    recipe = zerofx.from_deepspeed(nested({**BASE, **keys}), world_size=2)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    lines: list[str] = []
+    report = recipe.make_report(optimizer, recipe.make_scaler("cpu"), lines.append, steps=5)
+    report.step()
+    report.step()
+    written = (tmp_path / "run" / "Train_Samples_lr.csv").read_text().split()
+    assert written == ["step,lr", "24,0.5", "28,0.5"]
+    assert len(lines) == 1 and lines[0].startswith("step=6, ")
+
+
 @pytest.mark.parametrize(("monitor", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
 def test_a_monitor_without_its_package_is_refused(monitor: str, package: str) -> None:
     if importlib.util.find_spec(package):

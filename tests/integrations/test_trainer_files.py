@@ -74,13 +74,18 @@ def reads_the_flag(folder: str) -> str:
     flags += ["--per_device_train_batch_size=2", "--gradient_accumulation_steps=2"]
     parser = transformers.HfArgumentParser(TrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(
-        [*flags, "--report_to=none", "--save_strategy=no", "--disable_tqdm=1"]
+        [*flags, "--report_to=none", "--save_steps=2", "--disable_tqdm=1"]
     )
     trainer: Any = Trainer(tiny(), args, train_dataset=Texts(20))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         loss = trainer.train().training_loss
-    told = (Path(folder) / "run" / "Train_Samples_train_loss.csv").read_text().split()[1:]
-    assert [int(line.partition(",")[0]) for line in told] == [8, 16, 24, 32]
+    shown = Path(folder) / "run" / "Train_Samples_train_loss.csv"
+    told = shown.read_text().split()[1:]
+    with contextlib.redirect_stdout(io.StringIO()) as resumed:
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    again = shown.read_text().split()[1:]
+    assert [int(line.partition(",")[0]) for line in again] == [8, 16, 24, 32, 24, 32]
+    assert "step=2," not in resumed.getvalue()
     if dist.get_rank() == 0:
         mean = sum(float(line.partition(",")[2]) for line in told) / 4
         assert mean == pytest.approx(loss, rel=1e-5)

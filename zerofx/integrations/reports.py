@@ -37,7 +37,8 @@ class Reports(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open monitors, and show the table."""
-        self._report = self._recipe.make_report(kwargs["optimizer"], self._scaler)
+        done = state.global_step
+        self._report = self._recipe.make_report(kwargs["optimizer"], self._scaler, steps=done)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing is recorded any more."""

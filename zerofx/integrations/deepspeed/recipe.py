@@ -140,8 +140,16 @@ class Recipe(Understood):
         optimizer: Optimizer,
         scaler: FixedScaler,
         write: Callable[[str], None] = print,
+        *,
+        steps: int = 0,
     ) -> StepReport:
         """Build what prints as the file asks; its monitors open here, on rank 0.
+
+        Args:
+            optimizer: whose learning rates are shown.
+            scaler: which knows of skipped steps.
+            write: where rank 0's lines go.
+            steps: taken before, by a run that this one resumes.
 
         Raises:
             ConfigError: the file is to write where there is no folder.
@@ -158,6 +166,7 @@ class Recipe(Understood):
             flops=self.flops,
             comms=self.comms,
             accumulation=self.batch.accumulation,
+            steps=steps,
             write=write,
         )
         if self.dump_state:

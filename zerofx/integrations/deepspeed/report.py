@@ -36,6 +36,7 @@ class StepReport:
         flops: of which step to show operations.
         comms: whose communication to show in the steps that have a line.
         accumulation: micro-batches of a step.
+        steps: taken before, by a run that this one resumes.
         write: where rank 0's lines go.
 
     Raises:
@@ -56,6 +57,7 @@ class StepReport:
         flops: FlopsOptions | None = None,
         comms: CommsOptions | None = None,
         accumulation: int = 1,
+        steps: int = 0,
         write: Callable[[str], None] = print,
     ) -> None:
         self._optimizer, self._scaler = optimizer, scaler
@@ -71,7 +73,8 @@ class StepReport:
         if comms is not None and self._speaks:
             self._comms = CommsReport(comms, self._every, write)
         self._seconds: dict[str, float] = {}
-        self._steps = self._skipped = 0
+        self._steps = self._last_line = steps
+        self._skipped = 0
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -100,6 +103,7 @@ class StepReport:
         if self._every and self._steps % self._every == 0:
             self.write(self._line())
             self._seconds.clear()
+            self._last_line = self._steps
         self._tables()
 
     def close(self) -> None:
@@ -135,9 +139,8 @@ class StepReport:
         parts = [f"step={self._steps}", f"skipped={self._skipped}", f"lr=[{rates}]"]
         if isinstance(self._scaler, GradScaler):
             parts.append(f"scale={self._scaler.get_scale():g}")
-        parts += [
-            f"{part}={1000 * spent / self._every:.2f} ms" for part, spent in self._seconds.items()
-        ]
+        count = self._steps - self._last_line
+        parts += [f"{part}={1000 * spent / count:.2f} ms" for part, spent in self._seconds.items()]
         return ", ".join([*parts, *(_memory() if self._weighed else ())])
 
 
