@@ -129,6 +129,48 @@ def test_arguments_that_are_made_again_know_the_file(tmp_path: Path) -> None:
     assert Mine(tiny(), args=trainer.args)._recipe.config.stage == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "total", "warmup", "wanted"),
+    [
+        ("WarmupLR", {}, 2, {"warmup_num_steps": 2}),
+        ("WarmupLR", {}, 0, {"warmup_num_steps": 1}),
+        ("WarmupDecayLR", {"total_num_steps": "auto"}, 0.2, {"total_num_steps": 15}),
+        ("WarmupDecayLR", {"total_num_steps": 7}, 0.2, {"warmup_num_steps": 3}),
+    ],
+)
+def test_steps_of_epochs_are_filled_in(
+    kind: str, total: dict[str, Any], warmup: float, wanted: dict[str, int], tmp_path: Path
+) -> None:
+    """A number of steps is known at once, a share of them and their sum when training begins."""
+    from zerofx.integrations import Trainer, TrainingArguments, auto_values
+
+    fresh_state()
+    params = {"warmup_num_steps": "auto", "warmup_max_lr": "auto", **total}
+    file = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": kind, "params": params},
+    }
+    args = TrainingArguments(
+        str(tmp_path), deepspeed=file, warmup_steps=warmup, use_cpu=True, report_to="none"
+    )
+    trainer: Any = Trainer(tiny(), args, train_dataset=Texts(20))
+    trainer.create_optimizer_and_scheduler(15)
+    for recipe in (
+        trainer._reports.recipe,
+        zerofx.from_deepspeed(file, auto=auto_values(args, 15)),
+    ):
+        assert trainer.lr_scheduler._shape == recipe.shape
+        for name, value in wanted.items():
+            assert getattr(recipe.shape, name) == value
+    if warmup < 1 and warmup:
+        with pytest.raises(ConfigError, match="warmup_num_steps"):
+            zerofx.from_deepspeed(file, auto=auto_values(args))
+    else:
+        zerofx.from_deepspeed(file, auto=auto_values(args))
+
+
 def test_what_a_trainer_does_itself_must_agree(tmp_path: Path) -> None:
     from zerofx.integrations.recipe import refuse_disagreement
 

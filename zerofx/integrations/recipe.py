@@ -14,17 +14,17 @@ from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.torch_private import unwrap_compiled
 
 
-def auto_values(args: Any) -> dict[str, Any]:
+def auto_values(args: Any, num_training_steps: int | None = None) -> dict[str, Any]:
     """Values for the keys that a `ds_config.json` gives as "auto", out of `TrainingArguments`.
 
-    The schedule's steps are among them if `max_steps` is set; a number of epochs does not tell.
     What the arguments do not ask for, such as fp16, the file may.
+
+    Args:
+        args: the arguments.
+        num_training_steps: of the run, where `max_steps` is not set: a number of epochs does not
+            tell. Without it a schedule's `total_num_steps` stays open, and `warmup_num_steps` if
+            it is a share of the run.
     """
-    steps = {
-        "scheduler.params.total_num_steps": args.max_steps,
-        # Without a warm-up the least that DeepSpeed takes, as in transformers.
-        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(args.max_steps)),
-    }
     return {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -38,8 +38,24 @@ def auto_values(args: Any) -> dict[str, Any]:
         "scheduler.params.warmup_max_lr": args.learning_rate,
         "fp16.enabled": args.fp16 or IfAuto(False),
         "bf16.enabled": args.bf16 or IfAuto(False),
-        **(steps if args.max_steps > 0 else {}),
+        **_steps(args, num_training_steps),
     }
+
+
+def _steps(args: Any, num_training_steps: int | None) -> dict[str, Any]:
+    """Those of a schedule, as far as they are known; those of epochs only fill in."""
+    total, warmup = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
+
+    def least(steps: int) -> int:
+        # Without a warm-up the least that DeepSpeed takes, as in transformers.
+        return max(1, args.get_warmup_steps(steps))
+
+    if args.max_steps > 0:
+        return {total: args.max_steps, warmup: least(args.max_steps)}
+    if num_training_steps is not None:
+        return {total: IfAuto(num_training_steps), warmup: IfAuto(least(num_training_steps))}
+    share = 0 < args.warmup_steps < 1
+    return {} if share else {warmup: IfAuto(least(1))}
 
 
 def refuse_disagreement(recipe: Recipe, args: Any) -> None:

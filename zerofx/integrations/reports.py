@@ -19,10 +19,13 @@ class Reports(transformers.TrainerCallback):
     Args:
         recipe: what the file asks for.
         scaler: the trainer's, which knows of skipped steps.
+
+    Attributes:
+        recipe: see above; looked at when training begins.
     """
 
     def __init__(self, recipe: Recipe, scaler: FixedScaler) -> None:
-        self._recipe, self._scaler = recipe, scaler
+        self.recipe, self._scaler = recipe, scaler
         self._report: StepReport | None = None
         self._losses: list[Tensor] = []
 
@@ -32,13 +35,13 @@ class Reports(transformers.TrainerCallback):
 
     def heard(self, loss: Tensor) -> None:
         """The share of a micro-batch in the step's loss."""
-        if self._recipe.monitors:
+        if self.recipe.monitors:
             self._losses.append(loss.detach())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open monitors, and show the table."""
         done = state.global_step
-        self._report = self._recipe.make_report(kwargs["optimizer"], self._scaler, steps=done)
+        self._report = self.recipe.make_report(kwargs["optimizer"], self._scaler, steps=done)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Nothing is recorded any more."""

@@ -1,4 +1,4 @@
-"""What an `Accelerator` is asked for that zerofx does itself, or cannot do."""
+"""What an `Accelerator` or a `Trainer` is asked for that zerofx does itself, or cannot do."""
 
 from __future__ import annotations
 
@@ -44,6 +44,27 @@ def keeps_buffers(accelerator: accelerate.Accelerator) -> bool:
     """Whether DistributedDataParallel would leave each rank its buffers."""
     handler = accelerator.ddp_handler
     return handler is not None and not handler.broadcast_buffers
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise a `ConfigError` that names an argument of a trainer which contradicts zerofx."""
+    rivals = [
+        (
+            args.deepspeed,
+            "deepspeed",
+            "take zerofx.integrations.TrainingArguments, which reads the file",
+        ),
+        (args.fsdp, "fsdp", "leave it out"),
+        (args.torch_compile, "torch_compile", "leave it out: zerofx compiles the model"),
+        (args.n_gpu > 1, f"n_gpu={args.n_gpu}", "start one process per GPU with torchrun"),
+    ]
+    for there, name, remedy in rivals:
+        if there:
+            raise ConfigError(
+                f"the training argument {name} contradicts zerofx.integrations.Trainer, which "
+                "distributes and compiles the model itself",
+                remedy,
+            )
 
 
 def _refuse_hooks(handler: DistributedDataParallelKwargs) -> None:

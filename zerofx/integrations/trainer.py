@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.sampling import DataSampler
 from zerofx.integrations.recipe import auto_values, refuse_disagreement
 from zerofx.integrations.reports import Reports
+from zerofx.integrations.rivals import refuse_arguments
 from zerofx.integrations.samples import (
     EpochSampler,
     draw_from,
@@ -35,6 +37,7 @@ from zerofx.sequence.marks import is_part
 
 _FOLDER = "zerofx"
 _SCHEDULER = "scheduler.pt"
+_NOT_YET = 10**9  # steps, of which a schedule is made when they are known
 
 # What a mixin stands on is known where it is mixed in.
 _Base: Any = object
@@ -77,6 +80,7 @@ class TrainerMixin(_Base):
         self._make_sampler = make_sampler
         self._sampler: EpochSampler | None = None
         self._reports: Reports | None = None
+        self._counts_epochs = False
         with file_aside(args, kwargs) as self._file:
             super().__init__(*args, **kwargs)
         if self._cuts_sequences and (self.label_smoother or self.compute_loss_func):
@@ -90,11 +94,12 @@ class TrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Put zerofx's accelerator in the place of the one that transformers makes."""
-        _refuse_rivals(self.args)
+        refuse_arguments(self.args)
         if self._file is not None:  # also where these are not the arguments that were given
             self.args.zero_file = self._file
             if self._recipe is None and self._zero is None:
-                self._recipe = zerofx.from_deepspeed(self._file, auto=auto_values(self.args))
+                self._recipe = _read(self._file, self.args, _NOT_YET)
+                self._counts_epochs = self.args.max_steps <= 0
         if self._recipe is not None:
             self.args.save_on_each_node |= self._recipe.node_local  # the trainer's own files, too
         super().create_accelerator_and_postprocess()
@@ -185,6 +190,10 @@ class TrainerMixin(_Base):
         """As transformers does, or as the recipe says."""
         if self._recipe is None or self._recipe.shape is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
+        if self._counts_epochs and self._reports is not None:
+            found = _read(self._file, self.args, num_training_steps)
+            self._recipe = dataclasses.replace(self._recipe, shape=found.shape, rows=found.rows)
+            self._reports.recipe = self._recipe
         drawn = None if self._sampler is None else self._sampler.drawn
         schedule: Any = self._recipe.make_scheduler(optimizer or self.optimizer, drawn)
         self.lr_scheduler, self._created_lr_scheduler = schedule, True
@@ -242,6 +251,10 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` over zerofx: `Trainer(model, args, …, zero=ZeroConfig(stage=3))`."""
 
 
+def _read(file: Any, args: transformers.TrainingArguments, num_training_steps: int) -> Recipe:
+    return zerofx.from_deepspeed(file, auto=auto_values(args, num_training_steps))
+
+
 class _TrainersAccelerator(Accelerator):
     _counts = False
 
@@ -249,26 +262,6 @@ class _TrainersAccelerator(Accelerator):
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer without Accelerate's wrapper."""
     return optimizer.optimizer
-
-
-def _refuse_rivals(args: transformers.TrainingArguments) -> None:
-    rivals = [
-        (
-            args.deepspeed,
-            "deepspeed",
-            "take zerofx.integrations.TrainingArguments, which reads the file",
-        ),
-        (args.fsdp, "fsdp", "leave it out"),
-        (args.torch_compile, "torch_compile", "leave it out: zerofx compiles the model"),
-        (args.n_gpu > 1, f"n_gpu={args.n_gpu}", "start one process per GPU with torchrun"),
-    ]
-    for there, name, remedy in rivals:
-        if there:
-            raise ConfigError(
-                f"the training argument {name} contradicts zerofx.integrations.Trainer, which "
-                "distributes and compiles the model itself",
-                remedy,
-            )
 
 
 def _whole_outputs(model: nn.Module, **inputs: Any) -> Any:
