@@ -193,3 +193,47 @@ def test_a_recipes_schedule_goes_on_by_steps() -> None:
     for rates in run_ranks(2, schedules, timeout=200):
         # DeepSpeed counts from -1; the third step is skipped.
         assert rates == pytest.approx([0, 0, 0, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.3])
+
+
+class Softened(nn.Module):
+    """Autocast would have the softmax in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).softmax(-1)
+
+
+def computes_in_16_bits(folder: str) -> None:
+    import transformers
+
+    from zerofx.integrations import Accelerator, Trainer, auto_values
+
+    found = []
+    for given in ("no", "bf16"):
+        fresh_state()
+        recipe = _recipe(**{"bf16.enabled": True})
+        model = Accelerator(recipe, cpu=True, mixed_precision=given).prepare(Softened())
+        found.append(model(torch.ones(2, 8)).dtype)
+    assert found == [torch.bfloat16] * 2
+    fresh_state()
+    with pytest.raises(ConfigError, match=r"mixed_precision: torch\.float16 in the file"):
+        recipe = _recipe(**{"fp16.enabled": True})
+        Accelerator(recipe, cpu=True, mixed_precision="bf16")
+    fresh_state()
+    args = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=2, bf16=True, use_cpu=True, report_to="none"
+    )
+    file = nested({**BASE, "bf16.enabled": "auto", "gradient_clipping": "auto"})
+    recipe = zerofx.from_deepspeed(file, auto=auto_values(args), **_OPTIONS)
+    trainer: Any = Trainer(Softened(), args, zero=recipe)
+    with trainer.compute_loss_context_manager():
+        assert not torch.is_autocast_enabled("cpu")
+    assert recipe.chosen.param_dtype is torch.bfloat16
+
+
+def test_what_a_file_has_in_16_bits_needs_no_autocast(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run_ranks(2, computes_in_16_bits, str(tmp_path), timeout=200)

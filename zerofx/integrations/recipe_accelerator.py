@@ -62,7 +62,10 @@ class RecipeAccelerator(accelerate.Accelerator):
         if recipe is not None:
             # A plugin or an environment variable may have said something else.
             steps = self.gradient_accumulation_steps if self._counts else recipe.batch.accumulation
-            _refuse_disagreement(recipe, steps)
+            low = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.mixed_precision)
+            _refuse_disagreement(recipe, steps, low)
+            # What is computed in 16 bits already needs no autocast, as over DeepSpeed.
+            self.native_amp = self.native_amp and recipe.chosen.param_dtype is None
             if scaler is None and recipe.scaling.enabled:
                 scaler = recipe.make_scaler(self.device.type)
             # Accelerate's own files go where the shards do.
@@ -259,12 +262,14 @@ def _refuse_other_parts(folder: Path, parts: TensorParallel | None) -> None:
         )
 
 
-def _refuse_disagreement(recipe: Recipe, steps: int) -> None:
+def _refuse_disagreement(recipe: Recipe, steps: int, low: torch.dtype | None) -> None:
+    computed = recipe.chosen.param_dtype
     batch, ranks = recipe.batch, dist.get_world_size() if dist.is_initialized() else 1
     refuse_contradictions(
         {
             "number of ranks": (batch.groups * batch.alike, ranks),
             "gradient_accumulation_steps": (batch.accumulation, steps),
+            "mixed_precision": (computed, computed and (low or computed)),
             "torch_autocast": (recipe.autocast_dtype, None),
         },
         "the accelerator",
