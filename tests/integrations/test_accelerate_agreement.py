@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import zerofx
 from tests.integrations.data_files import ROUTED
@@ -237,3 +238,31 @@ def computes_in_16_bits(folder: str) -> None:
 def test_what_a_file_has_in_16_bits_needs_no_autocast(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run_ranks(2, computes_in_16_bits, str(tmp_path), timeout=200)
+
+
+def parallel_otherwise() -> list[int]:
+    """Which samples a rank takes if a configuration asks for what is done anyway."""
+    from zerofx.integrations import Accelerator
+
+    def accelerator(**sizes: int) -> Any:
+        fresh_state()
+        config = accelerate.ParallelismConfig(**sizes)
+        # Accelerate has it on GPUs only.
+        with patch.object(accelerate.ParallelismConfig, "_validate_accelerator"):
+            return Accelerator(ZeroConfig(**_OPTIONS), cpu=True, parallelism_config=config)
+
+    for name, remedy in {
+        "tp_size": "tensor_parallel",
+        "sp_size": "sequence_parallel",
+        "dp_shard_size": "replicate",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"ParallelismConfig\({name}=2\)[\s\S]*{remedy}"):
+            accelerator(**{name: 2})
+    it = accelerator(dp_replicate_size=2)
+    model, data = it.prepare(_layers(), DataLoader(range(8), batch_size=2))
+    it.backward(model(torch.ones(2, 8)).mean())
+    return [int(each) for batch in data for each in batch]
+
+
+def test_other_parallelism_is_refused() -> None:
+    assert run_ranks(2, parallel_otherwise, timeout=200) == [[0, 1, 4, 5], [2, 3, 6, 7]]

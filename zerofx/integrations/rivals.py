@@ -36,6 +36,9 @@ def refuse_rivals(accelerator: accelerate.Accelerator) -> None:
                 f"{what} contradicts zerofx.integrations.Accelerator, which does that itself",
                 remedy,
             )
+    ways = getattr(accelerator, "parallelism_config", None)  # Accelerate 1.8 has none
+    if ways is not None:
+        _refuse_ways(ways)
     if accelerator.ddp_handler is not None:
         _refuse_hooks(accelerator.ddp_handler)
 
@@ -64,6 +67,25 @@ def refuse_arguments(args: Any) -> None:
                 f"the training argument {name} contradicts zerofx.integrations.Trainer, which "
                 "distributes and compiles the model itself",
                 remedy,
+            )
+
+
+def _refuse_ways(config: Any) -> None:
+    """Other parallelism than over samples, which Accelerate would deal out to fewer ranks."""
+    sequence = "ZeroConfig(sequence_parallel=…) divides sequences"
+    remedies = {
+        "dp_shard_size": "ZeroConfig(stage=…) shards over all ranks, with replicate=… over some",
+        "tp_size": "zerofx.integrations.tensor_parallel divides models, with ZeroConfig(mesh=…), "
+        "and so does a file's tensor_parallel.autotp_size: Accelerator(from_deepspeed(…))",
+        "cp_size": sequence,
+        "sp_size": sequence,
+    }
+    for name, remedy in remedies.items():
+        size = getattr(config, name)
+        if size > 1:
+            raise ConfigError(
+                f"ParallelismConfig({name}={size}) has no effect on what zerofx prepares",
+                f"leave it out; {remedy}",
             )
 
 
