@@ -81,7 +81,7 @@ def _refuse_ways(config: Any) -> None:
         "sp_size": sequence,
     }
     for name, remedy in remedies.items():
-        size = getattr(config, name)
+        size = getattr(config, name, 1)  # some versions of Accelerate lack some
         if size > 1:
             raise ConfigError(
                 f"ParallelismConfig({name}={size}) has no effect on what zerofx prepares",
