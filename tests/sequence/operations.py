@@ -136,12 +136,47 @@ WHOLE: dict[str, Function] = {
     ),
     "written to whole": lambda h, w, t: _filled(h),
     "gathered twice": lambda h, w, t: _written_between(h),
+    "picked before": lambda h, w, t: _picked(h, lambda x: x[:, 0] + 1),
+    "picked and written to": lambda h, w, t: h.clone()[:, -1].mul_(3),
 }
 """Ranks are given the whole."""
+
+REFUSED: dict[str, Function] = {
+    "of a position": lambda h, w, t: _after(h, lambda x: x[:, -1].mul_(3)),
+    "of the first ones": lambda h, w, t: _after(h, lambda x: x[:, :1].zero_()),
+    "of half of them": lambda h, w, t: _after(h, lambda x: x[:, 4:].mul_(0)),
+    "of a selection": lambda h, w, t: _after(h, lambda x: x.select(1, 0).copy_(w[0])),
+    "of a narrow view": lambda h, w, t: _after(h, lambda x: x.narrow(1, 0, 1).fill_(0.0)),
+    "of a view of a view": lambda h, w, t: _after(h, lambda x: x[:, -1][0].add_(1)),
+    "of windows": lambda h, w, t: _after(h, lambda x: x.view(2, 4, 2, 4)[:, 0].zero_()),
+    "under a view": lambda h, w, t: _picked(h, lambda x: x[:, 0]),
+    "of what parts need not copy": lambda h, w, t: _folded(h),
+}
+"""Writes in place that parts would lose, or that would reach too far."""
 
 
 def _heads(h: Tensor) -> Tensor:
     return h.reshape(ROWS, LENGTH, -1, 2).transpose(1, 2)
+
+
+def _after(h: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
+    h = h.clone()
+    write(h)
+    return h
+
+
+def _picked(h: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
+    h = h.clone()
+    picked = pick(h)
+    h.mul_(2)
+    return h.sum(0)[0] * picked
+
+
+def _folded(h: Tensor) -> Tensor:
+    h = h.clone()
+    folded = h.view(ROWS, 2, LENGTH // 2, WIDTH).transpose(1, 2).contiguous()
+    folded.mul_(2)
+    return h.sum() * folded
 
 
 def _on_a_view(h: Tensor) -> Tensor:

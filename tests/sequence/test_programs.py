@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import zerofx
 from tests.ranks import run_ranks
 from tests.sequence.models import Gpt, batch
-from zerofx.errors import ConfigError, ZeroFxError
+from tests.sequence.operations import REFUSED, WIDTH
+from zerofx.errors import ConfigError, UnsupportedError, ZeroFxError
 from zerofx.ir.edit import Editor
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -151,6 +152,22 @@ def test_refusals() -> None:
         for name in CASES:
             assert name in found.get(name, ""), name
             assert "Remedy" in found[name]
+
+
+def _let_through() -> list[str]:
+    found: list[str] = []
+    weights, times = torch.ones(WIDTH, WIDTH), torch.ones(2, 8)
+    for name, function in REFUSED.items():
+        try:
+            _compiled(lambda h, _, f=function: f(h[..., :WIDTH], weights, times).sum())(_ids())
+            found.append(name)
+        except UnsupportedError as error:
+            assert "writes in place" in str(error), name
+    return found
+
+
+def test_writes_that_parts_would_lose_are_refused() -> None:
+    assert run_ranks(2, _let_through) == [[], []]
 
 
 def test_options() -> None:

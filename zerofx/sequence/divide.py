@@ -30,7 +30,6 @@ from zerofx.torch_private import (
     fake_mode,
     is_checkpoint_call,
     of_first,
-    storage_key,
     tensors_in,
 )
 
@@ -124,7 +123,7 @@ class _Division:
         elif name == "as_strided":
             raise at.refusal(node, "depends on how a whole value lies in memory")
         elif not any(each in at.cuts for each in node.all_input_nodes):
-            self._share_random(node, name)
+            self._compute_whole(node, name)
         elif name == "getitem" and not isinstance(at.value(cast(fx.Node, source)), Tensor):
             cut: Any = at.cuts[cast(fx.Node, source)]
             self._enter(node, cut[cast(int, node.args[1])] if isinstance(cut, tuple) else cut)
@@ -133,23 +132,47 @@ class _Division:
 
     def _divide_operation(self, node: fx.Node, name: str) -> None:
         at, kernels = self.at, self._kernels(node)
-        writes, operands = may_write(node, name, kernels), at.operands(node)
-        places = range(len(operands)) if kernels is None and writes else ()
-        written = [operands[place] for place in (kernels.written if kernels else places)]
         if kernels is not None and kernels.is_seen_otherwise:
             raise at.refusal(node, "gives a value another shape in place")
+        written = self._written(node, name, kernels)
         are_cut = [each in at.cuts for each in written]
         if all(are_cut) and (done := divide_node(at, node, kernels)) is not None:
             self._enter(*done)
-            if writes:
+            if written:
                 at.forget()
-                self._refuse_lost_writes(node)
-        elif writes and any(are_cut):
+        elif any(are_cut):
             raise at.refusal(node, "writes in place, or may do so, to what ranks hold in parts")
         else:
             for each in node.all_input_nodes:
                 node.replace_input_with(each, at.gathered(each))
-            self._share_random(node, name)
+            self._share_random(node, name, kernels, written)
+
+    def _compute_whole(self, node: fx.Node, name: str) -> None:
+        """Of operands that all ranks hold whole."""
+        is_asked = name or any(map(self.at.apart, node.all_input_nodes))
+        kernels = self._kernels(node) if is_asked else None
+        self._share_random(node, name, kernels, self._written(node, name, kernels))
+
+    def _written(self, node: fx.Node, name: str, kernels: Kernels | None) -> list[fx.Node]:
+        """What an operation writes to, or may write to for all that is known of it.
+
+        Raises:
+            UnsupportedError: such a write is not what it is in the program of wholes.
+        """
+        at = self.at
+        if not may_write(node, name, kernels):
+            return []
+        found = node.all_input_nodes
+        if kernels is not None and kernels.written:
+            operands = at.operands(node)
+            found = [operands[place] for place in kernels.written]
+        if any(map(at.apart, found)):
+            raise at.refusal(
+                node,
+                "writes in place to what ranks hold in parts, and in copies",
+                "compute a new value instead, as by torch.where or torch.cat",
+            )
+        return found
 
     def _divide_body(self, node: fx.Node) -> None:
         """Of a checkpoint: its inputs are cut as they are here."""
@@ -181,20 +204,15 @@ class _Division:
         if cut is not None:
             at.cuts[node] = cut
 
-    def _refuse_lost_writes(self, node: fx.Node) -> None:
-        """What shares memory in the program of wholes has to share it here."""
-        at = self.at
-        ours = storage_key(at.values[node])
-        if any(storage_key(at.values[each]) != ours for each in at.aliases(node)):
-            raise at.refusal(node, "writes in place to what ranks hold in parts, and in copies")
-
     def _kernels(self, node: fx.Node) -> Kernels | None:
         return kernels_of(node, lambda: self.at.concrete(node, {}), self.at.mode)
 
-    def _share_random(self, node: fx.Node, name: str) -> None:
+    def _share_random(
+        self, node: fx.Node, name: str, kernels: Kernels | None, written: list[fx.Node]
+    ) -> None:
         """Let the ranks of a sequence draw the same for what they all hold whole."""
-        at, kernels = self.at, self._kernels(node) if name else None
-        if may_write(node, name, kernels):
+        at = self.at
+        if written:
             at.forget()
         if kernels is None or not kernels.is_random or _drops_nothing(node, name):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class Editor:
         self._slices: dict[tuple[fx.Node, Cut], fx.Node] = {}
         self._examples = {node: node.meta.get("example_value") for node in self.graph.nodes}
         self._seen: dict[fx.Node, Any] = {}
+        self._made: set[fx.Node] = set()
 
     def cut(self, node: Any) -> Cut | None:
         """How a tensor is cut; `None`: it is whole."""
@@ -62,12 +64,29 @@ class Editor:
         """What Dynamo saw at a node."""
         return self._examples.get(node)
 
-    def aliases(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes computed so far that share memory with a node in the program of wholes."""
-        key = memory_of(self._examples.get(node))
-        if key is None:
-            return []
-        return [each for each in self.values if memory_of(self._examples.get(each)) == key]
+    def apart(self, node: fx.Node) -> list[fx.Node]:
+        """What would see a write to a node in one of the programs only, and is read later.
+
+        It shares memory with the node in the program of wholes and not here, or the reverse.
+        """
+        before = itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
+        memories = {each: _memories(self._examples.get(each)) for each in before}
+        theirs, ours = _memories(self._examples.get(node)), _memories(self.values.get(node))
+        alike = {each for each, its in memories.items() if its & theirs and each not in self._made}
+        is_copy = node not in self.cuts and not alike.isdisjoint(self.cuts)
+        found: list[fx.Node] = []
+        for each, its in memories.items():
+            if each is node or each in self._made or not its:
+                continue
+            shares = bool(ours & _memories(self.values.get(each)))
+            if each in alike:
+                either = {each in self.cuts, node in self.cuts}
+                shares = len(either) == 1 and (shares if True in either else not is_copy)
+            by_caller = each.op in ("placeholder", "get_attr")
+            later = any(user is not self.here and user not in memories for user in each.users)
+            if shares != (each in alike) and (later or by_caller):
+                found.append(each)
+        return found
 
     def whole(self, node: fx.Node) -> Any:
         """A fake value of a node as Dynamo saw it, to look at; operations are run on new ones."""
@@ -173,6 +192,7 @@ class Editor:
         """A call in front of the node at hand; `whole`: its value if nothing were cut."""
         with self.graph.inserting_before(self.here):
             made = self.graph.call_function(target, args)
+        self._made.add(made)
         made.meta = {key: at for key, at in self.here.meta.items() if key == "nn_module_stack"}
         value = self.run(made)
         self._examples[made] = value if whole is None else whole
@@ -240,3 +260,8 @@ class Editor:
             f"sequence_parallel: {node.name}{f' of {path}' if path else ''} {what}",
             remedy or "write it otherwise, or train this model without sequence_parallel",
         )
+
+
+def _memories(values: Any) -> set[int]:
+    """Names of the storages in a nest."""
+    return {key for each in tensors_in(values) if (key := memory_of(each)) is not None}
