@@ -65,6 +65,7 @@ CUT: dict[str, Function] = {
     "factories": lambda h, w, t: h + h.new_ones(ROWS, LENGTH, 1) + torch.zeros_like(h),
     "numbers": lambda h, w, t: h / h.shape[1] + h.size(-1) + h.numel(),
     "sum of all": lambda h, w, t: h.sum(),
+    "drawn in place": lambda h, w, t: h * (1 + 0 * h.detach().clone().exponential_()),
     "mean of positions": lambda h, w, t: h.mean(1),
     "mean of all": lambda h, w, t: h.mean(),
     "masked mean": lambda h, w, t: (h * t[..., None]).sum(1) / t.sum(1, keepdim=True),
@@ -136,6 +137,7 @@ WHOLE: dict[str, Function] = {
     ),
     "written to whole": lambda h, w, t: _filled(h),
     "gathered twice": lambda h, w, t: _written_between(h),
+    "a function of ours": lambda h, w, t: _Bounded.apply(h),
     "picked before": lambda h, w, t: _picked(h, lambda x: x[:, 0] + 1),
     "picked and written to": lambda h, w, t: h.clone()[:, -1].mul_(3),
 }
@@ -149,10 +151,27 @@ REFUSED: dict[str, Function] = {
     "of a narrow view": lambda h, w, t: _after(h, lambda x: x.narrow(1, 0, 1).fill_(0.0)),
     "of a view of a view": lambda h, w, t: _after(h, lambda x: x[:, -1][0].add_(1)),
     "of windows": lambda h, w, t: _after(h, lambda x: x.view(2, 4, 2, 4)[:, 0].zero_()),
+    "of sums up to each": lambda h, w, t: _after(h, lambda x: x.cumsum_(1)),
+    "of a triangle": lambda h, w, t: _after(h, lambda x: x.tril_()),
+    "of norms": lambda h, w, t: _after(h, lambda x: x.renorm_(2, 0, 0.5)),
+    "of a diagonal": lambda h, w, t: h[0].clone().fill_diagonal_(0.0),
+    "of channels dropped": lambda h, w, t: _after(h, lambda x: F.dropout1d(x, inplace=True)),
     "under a view": lambda h, w, t: _picked(h, lambda x: x[:, 0]),
     "of what parts need not copy": lambda h, w, t: _folded(h),
 }
 """Writes in place that parts would lose, or that would reach too far."""
+
+
+class _Bounded(torch.autograd.Function):
+    """Its backward looks at all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return grad / (1 + grad.abs().amax())
 
 
 def _heads(h: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ _ALSO_POINTWISE = frozenset(
         *("_to_copy", "alias", "copy_", "detach", "lift_fresh", "log_sigmoid_forward"),
         *("fill", "fill_", "masked_fill_", "empty_like", "full_like", "ones_like", "zeros_like"),
         *("bernoulli", "bernoulli_", "native_dropout", "rand_like", "randn_like"),
+        *("exponential_", "geometric_", "normal_", "uniform_"),
     )
 )
 """What torch has not tagged so."""

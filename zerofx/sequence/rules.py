@@ -67,12 +67,12 @@ def divide_node(at: Editor, node: fx.Node, kernels: Kernels | None) -> Result | 
         return done
     if name in _NAMED and name not in ("max", "min", "getitem"):
         return None
-    if (done := _view(at, node, name)) is not None:
-        return done
     # What others wrote may have a gradient of another kind.
-    if name and kernels is not None and kernels.is_pointwise:
-        return _pointwise(at, node, kernels)
-    return None
+    if kernels is None or not (name or node.target is getattr):
+        return None
+    if not kernels.written and (done := _view(at, node, name)) is not None:
+        return done
+    return _pointwise(at, node, kernels) if kernels.is_pointwise else None
 
 
 def _number(at: Editor, node: fx.Node) -> Result | None:
@@ -106,6 +106,8 @@ def _pointwise(at: Editor, node: fx.Node, kernels: Kernels) -> Result | None:
     shape = torch.broadcast_shapes(*(at.shape(each) for each in operands))
     if any(result.shape != shape for result in results):
         return None
+    if len(kernels.written) > 1:
+        return None  # they may be cut differently
     lead = operands[kernels.written[0]] if kernels.written else None
     before = node.args, node.kwargs
     done = by_equation(at, node, pointwise(len(operands)), lead)
