@@ -34,8 +34,8 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "normalize": (2, 1),
     "repeat_interleave": (2, None),
     "view_as_complex": (1, -1),
-    "view_as_real": (1, ()),
-    "one_hot": (2, ()),
+    "view_as_real": (1, range(0)),
+    "one_hot": (2, range(0)),
 }
 """Operations along dimensions, which leave others alone: the place of `dim`, and its default."""
 
@@ -186,7 +186,8 @@ def _dims(node: fx.Node, name: str, ndim: int) -> set[int]:
     if name in ("layer_norm", "rms_norm"):
         shape: Any = argument(node, 1, "normalized_shape", ())
         given = range(-len(shape), 0)
-    if given is None or isinstance(given, bool):  # `x.var(False)`
+    # `x.var(False)`; an empty list is no dimension to `any` and `all`, to others all dimensions.
+    if given is None or isinstance(given, bool) or (isinstance(given, (list, tuple)) and not given):
         return set(range(ndim))
     return {dim % ndim for dim in ((given,) if isinstance(given, int) else given)}
 
