@@ -67,6 +67,8 @@ CUT: dict[str, Function] = {
     "sum of all": lambda h, w, t: h.sum(),
     "sum of every dimension": lambda h, w, t: h.sum(()) * h.mean(dim=[]),
     "drawn in place": lambda h, w, t: h * (1 + 0 * h.detach().clone().exponential_()),
+    "of another's dtype": lambda h, w, t: h.to(t[0, :5]) * t[:, :3].type_as(h).sum(),
+    "of a part's dtype": lambda h, w, t: h * t[:, None].to(h).sum() + w[:3].type_as(h)[0],
     "mean of positions": lambda h, w, t: h.mean(1),
     "mean of all": lambda h, w, t: h.mean(),
     "masked mean": lambda h, w, t: (h * t[..., None]).sum(1) / t.sum(1, keepdim=True),

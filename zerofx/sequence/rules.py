@@ -117,6 +117,11 @@ def _pointwise(at: Editor, node: fx.Node, kernels: Kernels) -> Result | None:
     return done
 
 
+def _convert(at: Editor, node: fx.Node) -> Result:
+    """Of another tensor only dtype and device are taken."""
+    return node, at.cut(at.operands(node)[0])
+
+
 def _reshape(at: Editor, node: fx.Node) -> Result | None:
     source, after = at.operands(node)[0], at.shape(node)
     cut, before = at.cut(source), at.shape(source)
@@ -224,6 +229,7 @@ def _lookup(at: Editor, node: fx.Node) -> Result | None:
 _NAMED: dict[str, Callable[[Editor, fx.Node], Result | None]] = {
     **dict.fromkeys(PRODUCTS, _product),
     "embedding": _embedding,
+    **dict.fromkeys(("to", "type_as"), _convert),
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_ALONG, _along),
     "einsum": _einsum,
