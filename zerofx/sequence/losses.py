@@ -63,15 +63,17 @@ def whole_loss(
     wide = torch.promote_types(losses.dtype, torch.float32)
     summed = total(losses.sum(dtype=wide), group)
     if reduction == "mean":
-        summed = summed / total(_count(losses, target, weight, ignore_index).to(wide), group)
+        summed = summed / total(_count(losses, target, weight, ignore_index, wide), group)
     return summed.to(losses.dtype)
 
 
-def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def _count(
+    losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
     """What a mean is divided by: positions, or their labels' weights."""
     if target.is_floating_point():
-        return torch.ones_like(losses).detach().sum()
+        return torch.ones_like(losses).detach().sum(dtype=dtype)
     valid = target != ignore_index
     if weight is None:
-        return valid.sum()
-    return weight[torch.where(valid, target, 0)].where(valid, 0).detach().sum()
+        return valid.sum().to(dtype)
+    return weight[torch.where(valid, target, 0)].where(valid, 0).detach().sum(dtype=dtype)
