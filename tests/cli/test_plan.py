@@ -231,6 +231,11 @@ def test_flags_that_mean_nothing_at_any_stage_asked_for(
     assert code == 0
 
 
+def test_nodes_that_ranks_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GPT, "--world-size", "8", "--ranks-per-node", "3"]) == 2
+    assert "ranks_per_node=3 does not divide 8 ranks" in capsys.readouterr().err
+
+
 class Sized(nn.Linear):
     """Does something else with a batch as large as its `size`; with any, if it has none."""
 

@@ -22,6 +22,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.planner import Plan, Planner
 from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
+from zerofx.runtime.network import ranks_of_a_node
 
 _PRECISIONS = dict(zip(PRECISIONS, (FP32_ADAM, MIXED_ADAM), strict=True))
 _LENGTH = 2048
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     check_inputs(batch, length)
     precision = _PRECISIONS[args.precision]
     config = _config(args)
+    ranks_of_a_node(config.ranks_per_node, num_ranks)  # raises for what ranks would refuse
     planner = Planner(
         build=target.build,
         inputs=target.inputs,
