@@ -73,8 +73,9 @@ def test_without_ranks_there_is_nothing_to_measure(
     assert "torchrun --nproc-per-node 2 -m zerofx bench comm" in capsys.readouterr().err
     assert main(["bench", "comm", "--repeats", "0"]) == 2
     capsys.readouterr()
-    assert main(["bench", "comm", "--size", "4KiB"]) == 2
-    assert "of one size do not tell latency from bandwidth" in capsys.readouterr().err
+    for sizes in (["--size", "4KiB"], ["--size", "4KiB", "--size", "4096B"]):
+        assert main(["bench", "comm", *sizes]) == 2
+        assert "of one size do not tell latency from bandwidth" in capsys.readouterr().err
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,10 +33,10 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     for name in ("repeats", "steps"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} is not allowed", "use at least 1")
-    if len(args.size or SIZES) < 2 and not args.forget:
+    if len(set(args.size or SIZES)) < 2 and not args.forget:
         raise ConfigError(
             "transfers of one size do not tell latency from bandwidth, and ranks go by the table",
-            "name --size twice or more, or add --forget",
+            "name --size twice or more, with different sizes, or add --forget",
         )
     with _world() as device:
         group = dist.group.WORLD
