@@ -66,6 +66,8 @@ CUT: dict[str, Function] = {
     "numbers": lambda h, w, t: h / h.shape[1] + h.size(-1) + h.numel(),
     "sum of all": lambda h, w, t: h.sum(),
     "sum of every dimension": lambda h, w, t: h.sum(()) * h.mean(dim=[]),
+    "dropped in place": lambda h, w, t: _dropped(h),
+    "paths kept": lambda h, w, t: h * h.new_empty(ROWS, 1, 1).bernoulli_(1.0),
     "drawn in place": lambda h, w, t: h * (1 + 0 * h.detach().clone().exponential_()),
     "of another's dtype": lambda h, w, t: h.to(t[0, :5]) * t[:, :3].type_as(h).sum(),
     "of a part's dtype": lambda h, w, t: h * t[:, None].to(h).sum() + w[:3].type_as(h)[0],
@@ -180,6 +182,13 @@ class _Bounded(torch.autograd.Function):
 
 def _heads(h: Tensor) -> Tensor:
     return h.reshape(ROWS, LENGTH, -1, 2).transpose(1, 2)
+
+
+def _dropped(h: Tensor) -> Tensor:
+    """All of it, with near certainty; `F.dropout` draws nothing if it is certain."""
+    h = h.mean(1)
+    F.dropout(h, 1 - 1e-9, training=True, inplace=True)
+    return h
 
 
 def _after(h: Tensor, write: Callable[[Tensor], Any]) -> Tensor:

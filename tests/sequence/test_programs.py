@@ -179,12 +179,18 @@ def test_options() -> None:
         zerofx.mark_sequence(torch.ones(2, 2), dim=2)
 
 
+def _draws(h: Tensor, _: Tensor) -> Tensor:
+    h = h.mean(1)
+    kept = torch.empty(2, 6)
+    kept[1:].normal_()
+    kept[:1].bernoulli_(0.5)
+    return (F.dropout(h, training=True) * kept + torch.rand(6)).square().mean()
+
+
 def _dropped() -> list[float]:
     """A loss of what every rank holds whole, with random numbers."""
     torch.manual_seed(dist.get_rank())
-    run = _compiled(
-        lambda h, _: (F.dropout(h.mean(1), training=True) + torch.rand(6)).square().mean()
-    )
+    run = _compiled(_draws)
     torch.manual_seed(dist.get_rank())
     losses = [run(_ids()) for _ in range(2)]
     losses[0].backward()

@@ -29,6 +29,7 @@ from zerofx.sequence.rules import divide_node
 from zerofx.torch_private import (
     fake_mode,
     is_checkpoint_call,
+    memory_of,
     of_first,
     tensors_in,
 )
@@ -221,15 +222,24 @@ class _Division:
             (source,) = at.operands(node)
             at.set_operands(node, [at.before(torch.ones_like, (source,))])
             drawn = at.after(node, of_first, lambda value: (value, group, size))
-            at.after(drawn, torch.mul, lambda value: (value, source))
-        elif kernels.written or any(each.requires_grad for each in tensors_in(at.example(node))):
+            drawn = at.after(drawn, torch.mul, lambda value: (value, source))
+        elif not self._is_plain_draw(node, written):
             raise at.refusal(
                 node,
                 "draws random numbers for what each rank of a sequence holds whole",
-                "let it see the sequence, or use F.dropout",
+                "let it see the sequence, draw by torch.rand or torch.bernoulli, or use F.dropout",
             )
         else:
-            at.after(node, of_first, lambda value: (value, group, size))
+            drawn = at.after(node, of_first, lambda value: (value, group, size))
+        if written:  # by each rank for itself
+            at.after(drawn, torch.Tensor.copy_, lambda value: (written[0], value))
+
+    def _is_plain_draw(self, node: fx.Node, written: list[fx.Node]) -> bool:
+        """Whether nothing has a gradient, and at most the result is written to."""
+        result = self.at.example(node)
+        where = {memory_of(self.at.example(each)) for each in written}
+        differentiable = any(each.requires_grad for each in tensors_in(result))
+        return not differentiable and where <= {memory_of(result)}
 
 
 def _drops_nothing(node: fx.Node, name: str) -> bool:
