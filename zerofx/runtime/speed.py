@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -17,6 +18,9 @@ from zerofx.runtime.comm import Comm
 from zerofx.runtime.pending import Pending
 
 _ROWS, _INNER, _COLUMNS = 128, 512, 2048
+_WIDE = 4096
+"""Of a product that keeps a GPU busy for longer than it takes to launch."""
+_LAUNCHES = 10
 _LONG = 1 << 24
 _REPEATS = 15
 _TURNS = 31
@@ -27,12 +31,13 @@ def measure_roofline(device: torch.device) -> Roofline:
 
     On a CPU while a core is there for each thread, whoever else asks for it.
     """
-    left = torch.randn(_ROWS, _INNER, device=device)
-    right = torch.randn(_INNER, _COLUMNS, device=device)
+    shape = (_ROWS, _INNER, _COLUMNS) if device.type == "cpu" else (_WIDE, _WIDE, _WIDE)
+    left = torch.randn(shape[:2], device=device)
+    right = torch.randn(shape[1:], device=device)
     product = busy_seconds(lambda: left @ right, device)
     long, out = torch.randn(_LONG, device=device), torch.empty(_LONG, device=device)
     copy = busy_seconds(lambda: torch.add(long, 1.0, out=out), device)
-    return Roofline(2 * _ROWS * _INNER * _COLUMNS / product, 2 * 4 * _LONG / copy)
+    return Roofline(2 * math.prod(shape) / product, 2 * 4 * _LONG / copy)
 
 
 def measure_contention(comm: Comm, device: torch.device) -> float:
@@ -116,9 +121,14 @@ def ranks_per_core(comm: Comm) -> float:
 
 
 def busy_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median of a call; on a CPU of `core_seconds`."""
+    """Median of a call; on a CPU of `core_seconds`, elsewhere of many for one wait."""
     if device.type != "cpu":
-        return median_seconds(call, device)
+
+        def many() -> None:
+            for _ in range(_LAUNCHES):
+                call()
+
+        return median_seconds(many, device) / _LAUNCHES
     return statistics.median([core_seconds(call) for _ in range(_REPEATS + 1)][1:])
 
 
