@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 ROWS, LENGTH, WIDTH = 2, 8, 4
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -144,6 +145,7 @@ WHOLE: dict[str, Function] = {
     "gathered twice": lambda h, w, t: _written_between(h),
     "greatest of every dimension": lambda h, w, t: h.amax(dim=()),
     "a function of ours": lambda h, w, t: _Bounded.apply(h),
+    "a branch of a position": lambda h, w, t: _either(h[:, -1], t) * h.sum(1),
     "picked before": lambda h, w, t: _picked(h, lambda x: x[:, 0] + 1),
     "picked and written to": lambda h, w, t: h.clone()[:, -1].mul_(3),
 }
@@ -162,6 +164,9 @@ REFUSED: dict[str, Function] = {
     "of norms": lambda h, w, t: _after(h, lambda x: x.renorm_(2, 0, 0.5)),
     "of a diagonal": lambda h, w, t: h[0].clone().fill_diagonal_(0.0),
     "of channels dropped": lambda h, w, t: _after(h, lambda x: F.dropout1d(x, inplace=True)),
+    "under a view, by a checkpoint": lambda h, w, t: _picked(
+        h, lambda x: x[:, 0], lambda x: checkpoint(lambda y: y.mul_(2), x, use_reentrant=False)
+    ),
     "under a view": lambda h, w, t: _picked(h, lambda x: x[:, 0]),
     "of what parts need not copy": lambda h, w, t: _folded(h),
 }
@@ -178,6 +183,10 @@ class _Bounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
         return grad / (1 + grad.abs().amax())
+
+
+def _either(h: Tensor, t: Tensor) -> Tensor:
+    return torch.cond(t.sum() > 0, lambda x: x.cos(), lambda x: x.sin(), (h,))
 
 
 def _heads(h: Tensor) -> Tensor:
@@ -197,10 +206,14 @@ def _after(h: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
     return h
 
 
-def _picked(h: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
+def _picked(
+    h: Tensor,
+    pick: Callable[[Tensor], Tensor],
+    write: Callable[[Tensor], Any] = lambda x: x.mul_(2),
+) -> Tensor:
     h = h.clone()
     picked = pick(h)
-    h.mul_(2)
+    write(h)
     return h.sum(0)[0] * picked
 
 

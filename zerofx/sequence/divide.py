@@ -77,6 +77,7 @@ class _Division:
         self._autocasts: list[torch.autocast] = [] if outer is None else outer._autocasts
         self._bodies: dict[fx.GraphModule, Any] = {}
         self._parts: dict[fx.Node, fx.Node] = {}
+        self._written_to: set[fx.Node] = set()
 
     def mark(self, dims: Mapping[fx.Node, int]) -> None:
         """Cut inputs."""
@@ -152,6 +153,9 @@ class _Division:
         """Of operands that all ranks hold whole."""
         is_asked = name or any(map(self.at.apart, node.all_input_nodes))
         kernels = self._kernels(node) if is_asked else None
+        if kernels is None and not name and not hasattr(node.target, "overloadpacket"):
+            self.at.forget()
+            return  # graphs inside this one, which write to nothing of it
         self._share_random(node, name, kernels, self._written(node, name, kernels))
 
     def _written(self, node: fx.Node, name: str, kernels: Kernels | None) -> list[fx.Node]:
@@ -167,13 +171,18 @@ class _Division:
         if kernels is not None and kernels.written:
             operands = at.operands(node)
             found = [operands[place] for place in kernels.written]
-        if any(map(at.apart, found)):
+        self._write(node, found)
+        return found
+
+    def _write(self, node: fx.Node, written: list[fx.Node]) -> None:
+        at = self.at
+        if any(map(at.apart, written)):
             raise at.refusal(
                 node,
                 "writes in place to what ranks hold in parts, and in copies",
                 "compute a new value instead, as by torch.where or torch.cat",
             )
-        return found
+        self._written_to.update(written)
 
     def _divide_body(self, node: fx.Node) -> None:
         """Of a checkpoint: its inputs are cut as they are here."""
@@ -189,6 +198,11 @@ class _Division:
             if operand in at.cuts:
                 inner.at.cuts[given] = at.cuts[operand]
         cuts = inner.run()
+        reached = {own for each in inner._written_to for own in inner.at.alike(each)}
+        written = [each for own, each in zip(inputs, operands, strict=True) if own in reached]
+        if written:
+            self._write(node, written)
+            at.forget()
         at.wholes |= inner.at.wholes
         at.values[node] = tuple(
             inner.at.value(each) if isinstance(each, fx.Node) else each for each in inner.outputs

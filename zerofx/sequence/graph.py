@@ -64,6 +64,12 @@ class Editor:
         """What Dynamo saw at a node."""
         return self._examples.get(node)
 
+    def alike(self, node: fx.Node) -> set[fx.Node]:
+        """Nodes up to the one at hand that share memory with a node in the program of wholes."""
+        theirs = _memories(self._examples.get(node))
+        before = itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
+        return {each for each in before if theirs & _memories(self._examples.get(each))}
+
     def apart(self, node: fx.Node) -> list[fx.Node]:
         """What would see a write to a node in one of the programs only, and is read later.
 
