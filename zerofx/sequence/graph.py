@@ -55,6 +55,7 @@ class Editor:
         self._examples = {node: node.meta.get("example_value") for node in self.graph.nodes}
         self._seen: dict[fx.Node, Any] = {}
         self._made: set[fx.Node] = set()
+        self._whole_memories: dict[fx.Node, set[int]] = {}
 
     def cut(self, node: Any) -> Cut | None:
         """How a tensor is cut; `None`: it is whole."""
@@ -66,9 +67,14 @@ class Editor:
 
     def alike(self, node: fx.Node) -> set[fx.Node]:
         """Nodes up to the one at hand that share memory with a node in the program of wholes."""
-        theirs = _memories(self._examples.get(node))
+        theirs = self._memories_as_whole(node)
         before = itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
-        return {each for each in before if theirs & _memories(self._examples.get(each))}
+        return {each for each in before if theirs & self._memories_as_whole(each)}
+
+    def _memories_as_whole(self, node: fx.Node) -> set[int]:
+        if node not in self._whole_memories:
+            self._whole_memories[node] = _memories(self._examples.get(node))
+        return self._whole_memories[node]
 
     def apart(self, node: fx.Node) -> list[fx.Node]:
         """What would see a write to a node in one of the programs only, and is read later.
@@ -76,18 +82,19 @@ class Editor:
         It shares memory with the node in the program of wholes and not here, or the reverse.
         """
         before = itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
-        memories = {each: _memories(self._examples.get(each)) for each in before}
-        theirs, ours = _memories(self._examples.get(node)), _memories(self.values.get(node))
+        memories = {each: self._memories_as_whole(each) for each in before}
+        theirs, ours = self._memories_as_whole(node), _memories(self.values.get(node))
         alike = {each for each, its in memories.items() if its & theirs and each not in self._made}
         is_copy = node not in self.cuts and not alike.isdisjoint(self.cuts)
         found: list[fx.Node] = []
         for each, its in memories.items():
             if each is node or each in self._made or not its:
                 continue
-            shares = bool(ours & _memories(self.values.get(each)))
-            if each in alike:
-                either = {each in self.cuts, node in self.cuts}
-                shares = len(either) == 1 and (shares if True in either else not is_copy)
+            shares = bool(ours) and bool(ours & _memories(self.values.get(each)))
+            if each in alike and (each in self.cuts) != (node in self.cuts):
+                shares = False
+            elif each in alike and node not in self.cuts:
+                shares = not is_copy
             by_caller = each.op in ("placeholder", "get_attr")
             later = any(user is not self.here and user not in memories for user in each.users)
             if shares != (each in alike) and (later or by_caller):
