@@ -69,6 +69,35 @@ def test_pairs(tmp_path: Path, saved: str, loaded: str, fresh: bool) -> None:
     assert all(map(torch.equal, model.parameters(), values))
 
 
+class _Early(Optimizer):
+    """Makes its state when it is constructed, as torch 2.11's Adagrad does, and never again."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["total"] = torch.ones_like(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                total = self.state[param]["total"].add_(param.grad.square())
+                param.sub_(param.grad / total.sqrt(), alpha=self.param_groups[0]["lr"])
+
+
+def test_state_that_is_made_early(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    before = _stepped(model, _Early(model.parameters()))
+    checkpoint.save(tmp_path / "a", model, before)
+    optimizer = _stepped(nn.Linear(3, 2), _Early(model.parameters()))
+    checkpoint.load(tmp_path / "a", model, optimizer)
+    torch.testing.assert_close(optimizer.state_dict(), before.state_dict(), rtol=0, atol=0)
+    kept = {param: state["total"] for param, state in optimizer.state.items()}
+    with pytest.raises(CheckpointError):
+        checkpoint.load(tmp_path / "nothing", model, optimizer)
+    assert all(optimizer.state[param]["total"] is total for param, total in kept.items())
+
+
 def test_both_sets_of_keys_are_named(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     momentum = _stepped(model, KINDS["momentum"](model.parameters()))

@@ -79,9 +79,9 @@ def to_fill(
     out: State = {"model": get_model_state_dict(model)}
     if optimizers:
         with contextlib.ExitStack() as aside:
-            for each in optimizers:
-                aside.enter_context(_set_aside(each))
-            wanted = _joined([_of_unstepped(model, each) for each in optimizers])
+            kept = [aside.enter_context(_set_aside(each)) for each in optimizers]
+            pairs = zip(optimizers, kept, strict=True)
+            wanted = _joined([_of_unstepped(model, *pair) for pair in pairs])
             saved = saved_in(metadata)
             out["optimizer"] = wanted
             mine = wanted["param_groups"]
@@ -173,10 +173,19 @@ def _refuse_strangers(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _of_unstepped(model: nn.Module, optimizer: Optimizer) -> State:
-    """With state that torch makes by a step, of which nothing else is left."""
+def _of_unstepped(model: nn.Module, optimizer: Optimizer, kept: dict[Any, Any]) -> State:
+    """With state that torch makes by a step, of which nothing else is left.
+
+    Where steps make none, as of torch 2.11's Adagrad, with state like that which is kept.
+    """
     with _unnoticed(optimizer), _values_back(optimizer):
-        found = _of(model, optimizer)
+        try:
+            found = _of(model, optimizer)
+        except KeyError:
+            if not kept:
+                raise
+            optimizer.state.update({param: _copies(state) for param, state in kept.items()})
+            found = _of(model, optimizer)
     pairs = zip(optimizer.param_groups, found["param_groups"], strict=True)
     # The step may have counted in what torch found in the groups.
     groups = [{**settings, "params": group["params"]} for settings, group in pairs]
@@ -203,6 +212,13 @@ def _unnoticed(optimizer: Optimizer) -> Iterator[None]:
                     value.detach().copy_(before)
 
 
+def _copies(state: Any) -> Any:
+    """A parameter's state in memory of its own."""
+    if not isinstance(state, dict):
+        return _copied(state)
+    return {key: _copied(each) for key, each in state.items()}
+
+
 def _copied(setting: Any) -> Any:
     if isinstance(setting, Tensor):
         return setting.detach().clone()
@@ -215,10 +231,10 @@ def _knows_of_idle_steps(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _set_aside(optimizer: Optimizer) -> Iterator[None]:
+def _set_aside(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
     """Let torch make all state anew; gradients are back afterwards, old state if the block fails.
 
-    torch makes none if it finds any state or gradient.
+    torch makes none if it finds any state or gradient. The block is given the old state.
     """
     state = dict(optimizer.state)
     with _gradients_back(optimizer):
@@ -226,7 +242,7 @@ def _set_aside(optimizer: Optimizer) -> Iterator[None]:
         for param in params_of(optimizer):
             param.grad = None
         try:
-            yield
+            yield state
         except BaseException:
             optimizer.state.clear()
             optimizer.state.update(state)
