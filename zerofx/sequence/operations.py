@@ -34,6 +34,16 @@ def name_of(node: fx.Node) -> str:
     return name if node.op == "call_function" and is_known else ""
 
 
+def is_torchs(node: fx.Node) -> bool:
+    """Whether torch's own formula gives the gradient.
+
+    So it is of attributes, some of which torch 2.15 has Dynamo write as operators of ATen.
+    """
+    name = str(getattr(node.target, "__name__", ""))
+    known = node.target is getattr or getattr(torch.ops.aten, name, None) is node.target
+    return known or bool(name_of(node))
+
+
 def call(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Do what the node does."""
     if node.op == "call_method":

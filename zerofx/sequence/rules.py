@@ -17,7 +17,7 @@ from zerofx.sequence.cuts import Cut, through_reshape, through_view
 from zerofx.sequence.equations import PRODUCTS, by_equation, pointwise
 from zerofx.sequence.graph import Editor, Result
 from zerofx.sequence.losses import divide_loss
-from zerofx.sequence.operations import Kernels, argument, call, name_of
+from zerofx.sequence.operations import Kernels, argument, call, is_torchs, name_of
 from zerofx.torch_private import tensors_in, total
 
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as")
@@ -68,7 +68,7 @@ def divide_node(at: Editor, node: fx.Node, kernels: Kernels | None) -> Result | 
     if name in _NAMED and name not in ("max", "min", "getitem"):
         return None
     # What others wrote may have a gradient of another kind.
-    if kernels is None or not (name or node.target is getattr):
+    if kernels is None or not is_torchs(node):
         return None
     if not kernels.written and (done := _view(at, node, name)) is not None:
         return done
