@@ -184,7 +184,7 @@ def _of_unstepped(model: nn.Module, optimizer: Optimizer, kept: dict[Any, Any]) 
         except KeyError:
             if not kept:
                 raise
-            optimizer.state.update({param: _copies(state) for param, state in kept.items()})
+            optimizer.state.update({param: copy.deepcopy(state) for param, state in kept.items()})
             found = _of(model, optimizer)
     pairs = zip(optimizer.param_groups, found["param_groups"], strict=True)
     # The step may have counted in what torch found in the groups.
@@ -210,13 +210,6 @@ def _unnoticed(optimizer: Optimizer) -> Iterator[None]:
                 group[key] = value if isinstance(value, Tensor) else before
                 if isinstance(value, Tensor) and not torch.equal(value, before):
                     value.detach().copy_(before)
-
-
-def _copies(state: Any) -> Any:
-    """A parameter's state in memory of its own."""
-    if not isinstance(state, dict):
-        return _copied(state)
-    return {key: _copied(each) for key, each in state.items()}
 
 
 def _copied(setting: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,11 @@ class Editor:
     def alike(self, node: fx.Node) -> set[fx.Node]:
         """Nodes up to the one at hand that share memory with a node in the program of wholes."""
         theirs = self._memories_as_whole(node)
-        before = itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
-        return {each for each in before if theirs & self._memories_as_whole(each)}
+        return {each for each in self._before() if theirs & self._memories_as_whole(each)}
+
+    def _before(self) -> Iterator[fx.Node]:
+        """Nodes up to the one at hand."""
+        return itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
 
     def _memories_as_whole(self, node: fx.Node) -> set[int]:
         if node not in self._whole_memories:
@@ -81,16 +84,14 @@ class Editor:
 
         It shares memory with the node in the program of wholes and not here, or the reverse.
         """
-        before = itertools.takewhile(lambda each: each is not self.here, self.graph.nodes)
-        memories = {each: self._memories_as_whole(each) for each in before}
-        theirs, ours = self._memories_as_whole(node), _memories(self.values.get(node))
-        alike = {each for each, its in memories.items() if its & theirs and each not in self._made}
+        memories = {each: self._memories_as_whole(each) for each in self._before()}
+        ours, alike = _memories(self.values.get(node)), self.alike(node) - self._made
         is_copy = node not in self.cuts and not alike.isdisjoint(self.cuts)
         found: list[fx.Node] = []
         for each, its in memories.items():
             if each is node or each in self._made or not its:
                 continue
-            shares = bool(ours) and bool(ours & _memories(self.values.get(each)))
+            shares = bool(ours & _memories(self.values.get(each)))
             if each in alike and (each in self.cuts) != (node in self.cuts):
                 shares = False
             elif each in alike and node not in self.cuts:

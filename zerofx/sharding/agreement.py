@@ -45,7 +45,7 @@ def agree(tape: Tape, wanted: Mapping[str, Ref], changed: Mapping[str, str], com
         if operations != said[0][0]:
             _refuse(lines, odd, comm)
     if any(each != said[0] for each in said):
-        first = iter(_told(comm, 0, [_on_cpu(value) for value in constants]))
+        first = iter(told(comm, 0, [_on_cpu(value) for value in constants]))
         tape.steps = [_with_constants(step, first) for step in tape.steps]
 
 
@@ -98,7 +98,7 @@ def _with_constants(step: Step, values: Iterator[Any]) -> Step:
 
 
 def _refuse(lines: Sequence[str], odd: int, comm: Comm) -> None:
-    pairs = enumerate(itertools.zip_longest(*(_told(comm, each, lines) for each in (0, odd))))
+    pairs = enumerate(itertools.zip_longest(*(told(comm, each, lines) for each in (0, odd))))
     number, pair = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     ranks = [f"rank {comm.ranks[each]}" for each in (0, odd)]
     raise UnsupportedError(
@@ -110,10 +110,12 @@ def _refuse(lines: Sequence[str], odd: int, comm: Comm) -> None:
     )
 
 
-def _told(comm: Comm, position: int, value: Any) -> Any:
-    told = [value]
-    dist.broadcast_object_list(told, comm.ranks[position], group=comm.group)
-    return told[0]
+def told(comm: Comm, position: int, value: Any) -> Any:
+    """What the rank at that position of `comm` has for a value; every rank must call it."""
+    found = [value]
+    if comm.size > 1:
+        dist.broadcast_object_list(found, comm.ranks[position], group=comm.group)
+    return found[0]
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:

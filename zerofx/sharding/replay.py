@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerofx.runtime.comm import Comm
+from zerofx.sharding.agreement import told
 from zerofx.sharding.streams import Generators, Source, states_of
 from zerofx.sharding.tape import Ref, Step, Tape, flat, replaced, tensors_in
 from zerofx.torch_private import all_gather_flat
@@ -37,12 +37,10 @@ def replay(tape: Tape, comm: Comm, finish: Finish) -> None:
         finish: called with each storage after its last use; after that it is dropped.
     """
     draws = [draw for step in tape.steps for draw in step.draws]
-    told: list[Any] = [states_of(draws)]
-    if comm.size > 1:
-        dist.broadcast_object_list(told, comm.ranks[0], group=comm.group)
+    states = told(comm, 0, states_of(draws))
     devices = [tape.device] if tape.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        generators = Generators(tape.streams, tape.device, draws, told[0])
+        generators = Generators(tape.streams, tape.device, draws, states)
         _Replay(tape, comm, finish, generators).run()
 
 
