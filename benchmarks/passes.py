@@ -67,7 +67,7 @@ def measure(num_nodes: int) -> tuple[int, float, float]:
     """Nodes of the final program, seconds of all passes, seconds of one verification."""
     program = layers(num_nodes)
     begin = time.perf_counter()
-    run_passes(program, pipeline(ZeroConfig(stage=3), 0), check=False)
+    run_passes(program, pipeline(ZeroConfig(stage=3)), check=False)
     passed = time.perf_counter()
     verify(program, ["insert_frees"], final=True)
     return len(program.graph.nodes), passed - begin, time.perf_counter() - passed

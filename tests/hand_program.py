@@ -24,6 +24,7 @@ class Hand:
     ) -> None:
         self.graph = fx.Graph()
         self.params, self.region, self.stage = params, region, stage
+        self.buffers: dict[str, int] = {}
         self._fake = FakeTensorMode()
 
     def input(self, name: str, *shape: int, role: Role = Role.COMPUTE, param: str = "") -> fx.Node:
@@ -32,6 +33,10 @@ class Hand:
             node.meta["val"] = torch.empty(shape, dtype=torch.float64)
         set_facts(node, Facts(role, param))
         return node
+
+    def buffer(self, name: str, param: str, *shape: int, layout: int = 1) -> fx.Node:
+        self.buffers[param] = layout
+        return self.input(name, *shape, role=Role.BUFFER, param=param)
 
     def shard(self, param: str) -> fx.Node:
         spec = self.params[param]
@@ -97,7 +102,7 @@ class Hand:
         self.graph.output(tuple(outputs))
         number = len(outputs) if num_user_outputs is None else num_user_outputs
         module = fx.GraphModule({}, self.graph)
-        return Program(self.region, module, self.params, self.stage, number)
+        return Program(self.region, module, self.params, self.stage, number, buffers=self.buffers)
 
     def _param_call(self, op: Any, role: Role, shard: fx.Node) -> fx.Node:
         spec = self.params[facts(shard).param]

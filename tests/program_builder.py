@@ -137,8 +137,10 @@ def cut(joint: Program) -> tuple[Program, Program]:
     number = joint.num_user_outputs
     later = frozenset(facts(n).param for n in second.graph.nodes if ops.is_call(n, ops.UNSHARD))
     return (
-        Program(Region.FORWARD, first, joint.params, joint.stage, number, later),
-        Program(Region.BACKWARD, second, joint.params, joint.stage, len(gradients)),
+        dataclasses.replace(joint, region=Region.FORWARD, module=first, read_later=later),
+        dataclasses.replace(
+            joint, region=Region.BACKWARD, module=second, num_user_outputs=len(gradients)
+        ),
     )
 
 
@@ -227,7 +229,8 @@ def _program(model: Model, module: fx.GraphModule, region: Region, stage: int) -
         if ops.is_call(node, ops.UNSHARD, ops.REDUCE_GRAD):
             _annotate(node)
     module.graph.eliminate_dead_code()
-    program = Program(region, module, model.params, stage, 0)
+    buffers = dict.fromkeys(model.buffers, 1)
+    program = Program(region, module, model.params, stage, 0, buffers=buffers)
     gradients = len(model.params) + len(model.buffers) + len(model.inputs)
     total = len(program.outputs)
     program.num_user_outputs = total - gradients if region is Region.JOINT else total

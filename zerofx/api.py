@@ -227,7 +227,7 @@ def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Se
         raise ConfigError(f"{config!r} is no configuration", "pass zerofx.ZeroConfig(stage=3, …)")
     config = with_registered(config or ZeroConfig())
     refuse_at_stage(config)
-    return shard_model(model, config, fingerprint(pipeline(config, 0)), **how)
+    return shard_model(model, config, fingerprint(pipeline(config)), **how)
 
 
 def _session(model: nn.Module) -> Session:

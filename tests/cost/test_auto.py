@@ -127,7 +127,7 @@ def test_explain_says_why() -> None:
 
 def test_refused_where_nothing_travels_as_codes() -> None:
     with pytest.raises(ConfigError, match=r"option quantize has no meaning at stage 0"):
-        pipeline(ZeroConfig(stage=0, quantize="auto"), 0)
+        pipeline(ZeroConfig(stage=0, quantize="auto"))
     with pytest.raises(ConfigError, match=r"(?s)quantize='always'.*\"auto\""):
         ZeroConfig(quantize="always")  # type: ignore[arg-type]
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import logging
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from benchmarks.gpt import Gpt
 from tests.models import batch, make
@@ -74,6 +80,47 @@ def test_programs_are_those_of_ranks(
     real, _ = capture_programs(copy.deepcopy(model), inputs, stage, monkeypatch)
     for program, region in zip(rehearsed, (Region.FORWARD, Region.BACKWARD), strict=True):
         assert _lines(program) == _lines(real[region])
+
+
+class _Selective(nn.Module):
+    """Checkpoints that keep what matrices were multiplied to, in a nested region or in none."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_mlp() for _ in range(2))
+        self.call = torch.compiler.nested_compile_region(_checkpoint) if nested else _checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x.square().mean()
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+
+def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    product = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint(block: nn.Module, x: Tensor) -> Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    return cast(Tensor, checkpoint(block, x, use_reentrant=False, context_fn=contexts))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_selective_checkpoint_keeps_what_its_policy_says(
+    nested: bool, first_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = _Selective(nested), (torch.randn(4, 8),)
+    module, values = dynamo_graph(model, inputs, {})
+    rehearsal = rehearse_graph(module, values, model, inner="eager")
+    real, _ = capture_programs(model, inputs, 3, monkeypatch)
+    for backward in (rehearsal.backward, real[Region.BACKWARD]):
+        assert not backward.calls(torch.ops.aten.addmm.default)
+        assert backward.calls(torch.ops.aten.tanh.default)
 
 
 def test_a_rehearsal_serves_any_stage_and_leaves_no_trace() -> None:

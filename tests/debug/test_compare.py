@@ -24,7 +24,7 @@ from zerofx.passes.pipelines import pipeline
 
 def dump(folder: Path, number: int = 0, **options: Any) -> Path:
     """The dump of a small model, compiled without ranks."""
-    passes = pipeline(ZeroConfig(stage=3, **options), 1)
+    passes = pipeline(ZeroConfig(stage=3, **options))
     setting = Setting(machine_of("cpu"), 2, fused=False)
     observer = dump_for(str(folder), lambda: number, passes, setting)
     assert observer is not None

@@ -20,7 +20,7 @@ from zerofx.page.build import find_reports
 from zerofx.passes.pipelines import pipeline
 
 SETTING = Setting(CPU, 2, fused=False)
-PASSES = pipeline(ZeroConfig(stage=3), 1)
+PASSES = pipeline(ZeroConfig(stage=3))
 
 
 def test_folders_of_other_names_are_the_users(tmp_path: Path) -> None:

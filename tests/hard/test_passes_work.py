@@ -114,7 +114,7 @@ def _outcome(stage: int, options: dict[str, Any]) -> tuple[Any, int, int]:
 def _outcomes(stage: int, verify: bool) -> dict[str, tuple[Any, int, int]]:
     """What happens with all passes (under ""), and without each mandatory one."""
     out = {"": _outcome(stage, _PACKED)}
-    names = [each.name for each in pipeline(ZeroConfig(stage=stage), 0) if each.mandatory]
+    names = [each.name for each in pipeline(ZeroConfig(stage=stage)) if each.mandatory]
     for name in names:
         torch._dynamo.reset()
         out[name] = _outcome(stage, {**_PACKED, "disable": (name,), "verify": verify})

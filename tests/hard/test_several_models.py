@@ -123,9 +123,13 @@ def test_teacher_and_student_through_inductor() -> None:
 
 
 def _one_function(stage: int, copied: bool) -> None:
-    """One graph over two sharded models; the second may be a deep copy of the first."""
-    models = [_mlp(7, 6, 7)]
-    models.append(copy.deepcopy(models[0]) if copied else _mlp(7, 5, 7))
+    """One graph over two sharded models; the second may be a deep copy of the first.
+
+    Buffers of both are rank 0's when the graph begins.
+    """
+    models = [nn.Sequential(_mlp(7, 6, 7), nn.BatchNorm1d(7))]
+    other = copy.deepcopy(models[0]) if copied else nn.Sequential(_mlp(7, 5, 7), nn.BatchNorm1d(7))
+    models.append(other)
     plain = copy.deepcopy(models)
     for model in models:
         zerofx.shard(model, ZeroConfig(stage=stage, inner="eager", min_shard_numel=0))
@@ -137,6 +141,8 @@ def _one_function(stage: int, copied: bool) -> None:
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
     for number in range(3):
         losses = []
+        for buffer in [buffer for model in plain for buffer in model.buffers()]:
+            dist.broadcast(buffer, 0)
         for function, pair in ((run, models), (chain, plain)):
             loss = function(pair[0], pair[1], draw(4, 7, seed=number))
             loss.backward()
@@ -150,6 +156,8 @@ def _one_function(stage: int, copied: bool) -> None:
         optimizer.zero_grad()
         for ours, theirs in zip(models, plain, strict=True):
             same_parameters(ours, theirs)
+            for got, want in zip(ours.buffers(), theirs.buffers(), strict=True):
+                same(got.double(), want.double(), "buffer")
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -59,7 +59,7 @@ def test_resident_copies_are_not_gathered_as_codes() -> None:
 )
 def test_options_that_mean_nothing(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        pipeline(ZeroConfig(**options), 0)  # type: ignore[arg-type]
+        pipeline(ZeroConfig(**options))  # type: ignore[arg-type]
 
 
 def test_one_pattern_need_not_be_a_list() -> None:

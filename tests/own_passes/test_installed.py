@@ -78,7 +78,7 @@ def test_a_package_on_one_rank_alone_is_refused(site: str) -> None:
 )
 def test_a_useless_entry_point_is_named(site: str, choice: str, words: str) -> None:
     with importable(site, choice), pytest.raises(ConfigError) as refused:
-        pipeline(with_registered(ZeroConfig()), 1)
+        pipeline(with_registered(ZeroConfig()))
     assert words in str(refused.value)
 
 
@@ -90,6 +90,6 @@ def test_an_entry_point_that_does_not_import_is_named(tmp_path: Path) -> None:
 
 def test_an_entry_point_may_hold_several_changes(site: str) -> None:
     with importable(site, "two"):
-        names = [each.name for each in pipeline(with_registered(ZeroConfig()), 1)]
+        names = [each.name for each in pipeline(with_registered(ZeroConfig()))]
     assert names[-1] == "look" and "schedule" not in names
     assert with_registered(ZeroConfig()).passes == ()

@@ -38,7 +38,7 @@ def dump_gpt(
 ) -> Dump:
     """Write the dump of both programs; returns who watched them."""
     config: Any = ZeroConfig(stage=stage, inner="eager", **options)  # type: ignore[arg-type]
-    passes = pipeline(config, 1)
+    passes = pipeline(config)
     dump = dump_for(str(folder), lambda: number, passes, Setting(machine, ranks, fused=False))
     assert dump is not None
     for program in rehearsal.halves(config, ranks):

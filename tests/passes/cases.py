@@ -219,10 +219,19 @@ def gathered_resident() -> Program:
 def reads_buffers() -> Program:
     hand = Hand(_ONE)
     shard = hand.shard("w")
-    mean = hand.input("m", 3, role=Role.BUFFER, param="bn.mean")
-    var = hand.input("s", 3, role=Role.BUFFER, param="bn.var")
+    mean = hand.buffer("m", "bn.mean", 3)
+    var = hand.buffer("s", "bn.var", 3)
     y = hand.call(aten.add.Tensor, hand.unshard(shard), mean)
     return hand.program([hand.call(aten.mul.Tensor, y, var)])
+
+
+def buffers_of_two_models() -> Program:
+    hand = Hand(_ONE)
+    shard = hand.shard("w")
+    mean = hand.buffer("m", "Net.mean", 3)
+    other = hand.buffer("n", "Net#2.mean", 3, layout=2)
+    y = hand.call(aten.add.Tensor, hand.unshard(shard), mean)
+    return hand.program([hand.call(aten.mul.Tensor, y, other)])
 
 
 CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
@@ -275,8 +284,9 @@ CASES: dict[tuple[str, str], tuple[Pass, Callable[[], Program]]] = {
     ("schedule", "strict"): (Schedule(prefetch_bytes=0), chain(_TWO)),
     ("schedule", "seams"): (Schedule(), pointwise_between),
     ("schedule", "reductions"): (Schedule(), gradients_reduced(_THREE)),
-    ("sync_buffers", "doc"): (SyncBuffers(layout=1), reads_buffers),
-    ("sync_buffers", "no_buffers"): (SyncBuffers(layout=1), gathered),
+    ("sync_buffers", "doc"): (SyncBuffers(), reads_buffers),
+    ("sync_buffers", "two_models"): (SyncBuffers(), buffers_of_two_models),
+    ("sync_buffers", "no_buffers"): (SyncBuffers(), gathered),
     **CODE_CASES,
     **RETURN_CASES,
 }

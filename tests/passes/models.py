@@ -46,7 +46,7 @@ def layout_for(stage: int, shards: int, replicas: int) -> Layout:
 
 def passes_for(stage: int, without: str = "") -> tuple[Pass, ...]:
     disable = (without,) if without else ()
-    return pipeline(ZeroConfig(stage=stage, disable=disable), 1)  # type: ignore[arg-type]
+    return pipeline(ZeroConfig(stage=stage, disable=disable))  # type: ignore[arg-type]
 
 
 def mandatory_for(stage: int) -> tuple[Pass, ...]:

@@ -44,7 +44,7 @@ _CONFIGS = [
     *(ZeroConfig(stage=stage) for stage in (0, 1, 2, 3)),
     ZeroConfig(quantize_weights="int8", quantize_gradients="int8"),
 ]
-MODULES = sorted({type(each).__module__ for one in _CONFIGS for each in pipeline(one, 0)})
+MODULES = sorted({type(each).__module__ for one in _CONFIGS for each in pipeline(one)})
 
 
 def _tree(module: str) -> ast.Module:

@@ -93,7 +93,7 @@ class Nowhere(Idle):
 
 
 def names(*passes: Any, **options: Any) -> list[str]:
-    return [each.name for each in pipeline(ZeroConfig(passes=passes, **options), 1)]
+    return [each.name for each in pipeline(ZeroConfig(passes=passes, **options))]
 
 
 USUAL = names()
@@ -114,7 +114,7 @@ def test_before_after_replace_without() -> None:
 
 
 def test_a_pass_may_take_the_place_of_its_namesake() -> None:
-    made = pipeline(ZeroConfig(passes=(zerofx.replace("schedule", Schedule(77)),)), 1)
+    made = pipeline(ZeroConfig(passes=(zerofx.replace("schedule", Schedule(77)),)))
     assert [each.name for each in made] == USUAL and Schedule(77) in made
 
 
@@ -160,7 +160,7 @@ def test_registered_passes_hold_for_every_configuration_until_they_are_taken_bac
     with zerofx.register_pass(zerofx.before("schedule", Idle())) as first:
         second = zerofx.register_pass(Other())
         config = with_registered(ZeroConfig(passes=(zerofx.without("idle"),)))
-        assert [each.name for each in pipeline(config, 1)] == [*USUAL, "other"]
+        assert [each.name for each in pipeline(config)] == [*USUAL, "other"]
         assert with_registered(config) == config, "they are put in once"
         with pytest.raises(ConfigError, match=r"other \(zerofx.register_pass\) is registered"):
             zerofx.register_pass(Other())
@@ -178,13 +178,13 @@ def test_register_pass_refuses_what_is_no_pass() -> None:
 
 def test_a_name_taken_by_a_registered_pass_says_by_whom() -> None:
     with zerofx.register_pass(Idle()), pytest.raises(ConfigError, match="two passes are called"):
-        pipeline(with_registered(ZeroConfig(passes=(Idle(1),))), 1)
+        pipeline(with_registered(ZeroConfig(passes=(Idle(1),))))
 
 
 def test_fingerprints_tell_options_order_and_code_apart() -> None:
-    usual = fingerprint(pipeline(ZeroConfig(), 0))
-    assert fingerprint(pipeline(ZeroConfig(), 0)) == usual
-    assert fingerprint(pipeline(ZeroConfig(bucket_bytes=7), 0)) != usual
+    usual = fingerprint(pipeline(ZeroConfig()))
+    assert fingerprint(pipeline(ZeroConfig())) == usual
+    assert fingerprint(pipeline(ZeroConfig(bucket_bytes=7))) != usual
     idle, other = fingerprint([Idle()]), fingerprint([Idle(1)])
     assert idle[0] == other[0] and "Idle(level=0), code " in idle[1] and idle != other
     assert fingerprint([Idle(), Other()]) != fingerprint([Other(), Idle()])

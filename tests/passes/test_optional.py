@@ -68,13 +68,13 @@ def test_any_options_compute_what_one_process_computes(
 ) -> None:
     model, config, world = situation
     data = data_for(model, world)
-    programs = compile_all(model, config.stage, pipeline(config, 1))
+    programs = compile_all(model, config.stage, pipeline(config))
     assert close(step(model, data, *programs), expected(model, data))
 
 
 def compiled(**options: Any) -> tuple[Program, Program]:
     model = layers([8] * 6, range(6), 0, 3, 2)
-    return compile_all(model, 3, pipeline(ZeroConfig(stage=3, **options), 1))
+    return compile_all(model, 3, pipeline(ZeroConfig(stage=3, **options)))
 
 
 def test_larger_buckets_mean_fewer_collectives() -> None:

@@ -159,10 +159,10 @@ def test_a_pass_that_leaves_no_graph_is_named() -> None:
 
 def test_unknown_pass_cannot_be_disabled() -> None:
     with pytest.raises(ConfigError, match="insert_freez"):
-        pipeline(ZeroConfig(disable=("insert_freez",)), 1)
+        pipeline(ZeroConfig(disable=("insert_freez",)))
 
 
 def test_option_passes_holds_passes() -> None:
     with pytest.raises(ConfigError, match="passes"):
-        pipeline(ZeroConfig(passes=("insert_frees",)), 1)
-    assert pipeline(ZeroConfig(passes=(FreeEarly(),)), 1)[-1] == FreeEarly()
+        pipeline(ZeroConfig(passes=("insert_frees",)))
+    assert pipeline(ZeroConfig(passes=(FreeEarly(),)))[-1] == FreeEarly()

@@ -96,7 +96,7 @@ def test_a_budget_bounds_codes_and_values() -> None:
         config = ZeroConfig(
             stage=3, bucket_bytes=4500, prefetch_bytes=budget, quantize_weights=codec
         )
-        return compile_all(model, 3, pipeline(config, 1))[0]
+        return compile_all(model, 3, pipeline(config))[0]
 
     least = _most_in_flight(compiled(0, "int8x32"))
     for budget in (least + 1000, least + 3000, 4 * least):

@@ -45,7 +45,7 @@ def models(draw: st.DrawFn) -> Model:
 
 def _final(model: Model, **options: Any) -> tuple[Program, Program]:
     forward, backward = cut(trace_joint(model))
-    for each in pipeline(ZeroConfig(broadcast_buffers=False, **options), 1):
+    for each in pipeline(ZeroConfig(broadcast_buffers=False, **options)):
         for program in (forward, backward):
             if program.region in each.regions:
                 apply(program, each)

@@ -28,7 +28,7 @@ def test_backward_needs_no_more_than_what_its_node_holds(
     layout = Layout(2, shards, replicas, False, node_size=node_size, secondary=True)
     model, config = mlp(layout), ZeroConfig(secondary_shards=True, memory_budget=budget)
     data = data_for(model, shards * replicas, same_buffers=True)
-    forward, backward = compile_all(model, 3, pipeline(config, 1))
+    forward, backward = compile_all(model, 3, pipeline(config))
     gathers = backward.calls(ops.UNSHARD_START)
     assert gathers and all(facts(start).axis == NODE for start in gathers)
     copies: dict[str, list[torch.Tensor]] = {}
@@ -66,7 +66,7 @@ def test_codes_that_a_node_keeps_are_those_that_forward_received(
     for each, secondary in ((layout, False), (kept, "codes")):
         model = mlp(each)
         config = ZeroConfig(**options, secondary_shards=secondary)  # type: ignore[arg-type]
-        forward, backward = compile_all(model, 3, pipeline(config, 1))
+        forward, backward = compile_all(model, 3, pipeline(config))
         data = data_for(model, shards * replicas, same_buffers=True)
         inputs = inputs_for(model, data.values, data.buffers, data.inputs)
         copies: dict[str, list[Tensor]] = {}

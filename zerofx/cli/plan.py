@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     )
     stages = tuple(sorted(set(args.stage or (0, 1, 2, 3))))
     # Raises for options that have no meaning at any stage that was asked for.
-    pipeline(dataclasses.replace(config, stage=stages[-1]), 0)
+    pipeline(dataclasses.replace(config, stage=stages[-1]))
     plan = _plan(planner, stages)
     formulas = _closed_forms(planner, stages) if args.formula else {}
     shown = length if target.has_length else None

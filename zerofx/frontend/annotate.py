@@ -29,14 +29,15 @@ class GraphInputs:
 
     Attributes:
         params: parameter by input position.
-        buffers: name of each buffer that follows rank 0's, by input position.
+        buffers: by input position, the name of each buffer that follows rank 0's, and the handle
+            of the layout that holds it.
         kept: positions of all buffers of sharded models.
         sessions: the sharded models whose parameters it reads, the one with most first; if it
             reads none, those of its buffers.
     """
 
     params: dict[int, ParamSpec]
-    buffers: dict[int, str]
+    buffers: dict[int, tuple[str, int]]
     sessions: tuple[Session, ...]
     kept: frozenset[int] = frozenset()
 
@@ -72,22 +73,30 @@ def describe_inputs(graph: fx.Graph, inputs: Sequence[Any]) -> GraphInputs:
             if session.config.broadcast_buffers:
                 buffers[position] = session, name
     readers = [state.domain.session for state in found.values()]
-    prefixes = _prefixes(readers or [session for session, _ in buffers.values()])
+    prefixes = _prefixes(readers, [session for session, _ in buffers.values()])
     owners = owners_in(session.root() for session in prefixes)
     return GraphInputs(
         {place: _qualified(state, prefixes, owners) for place, state in found.items()},
-        {place: prefixes.get(session, "") + name for place, (session, name) in buffers.items()},
-        tuple(prefixes),
+        {
+            place: (prefixes[session] + name, session.replicated.layout.handle)
+            for place, (session, name) in buffers.items()
+        },
+        tuple(session for session in prefixes if session in readers or not readers),
         frozenset(kept),
     )
 
 
-def _prefixes(readers: Iterable[Session]) -> dict[Session, str]:
-    """What to put before the names of each model's parameters, the model with most first.
+def _prefixes(readers: Iterable[Session], others: Iterable[Session]) -> dict[Session, str]:
+    """What to put before the names of each model's values, the model with most parameters first.
 
     Nothing, unless the graph reads several models: then their classes, numbered if needed.
+
+    Args:
+        readers: for each parameter its model.
+        others: models whose buffers the graph reads.
     """
     votes = collections.Counter(readers)
+    votes.update(dict.fromkeys(others, 0))
     if len(votes) < 2:
         return dict.fromkeys(votes, "")
     out: dict[Session, str] = {}
@@ -176,7 +185,8 @@ def _placeholder(node: fx.Node, inputs: GraphInputs) -> Facts:
         role = Role.MESH if attribute not in ("", "_local_tensor") else Role.SHARD
         return Facts(role, spec.name, layout=spec.layout.name, tier=spec.tier)
     if position in inputs.buffers:
-        return Facts(Role.BUFFER, inputs.buffers[position])
+        name, _ = inputs.buffers[position]
+        return Facts(Role.BUFFER, name)
     return Facts(Role.COMPUTE)
 
 

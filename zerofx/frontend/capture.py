@@ -97,7 +97,7 @@ class Capture:
         self._setting = _setting(config, session)
         if passes is None and session is not None:
             most_bytes = self._setting.machine.most_bucket_bytes
-            passes = pipeline(config, session.replicated.layout.handle, most_bytes)
+            passes = pipeline(config, most_bytes)
         self.passes: tuple[Pass, ...] = passes or ()
         self._params: dict[str, ParamSpec] = {}
         self._num_user_outputs = 0
@@ -280,7 +280,8 @@ class Capture:
         later = self._read_later if region is Region.FORWARD else frozenset[str]()
         owners = self._gradients_of if region is Region.BACKWARD else ()
         number, stage = self._num_user_outputs, self.config.stage
-        return Program(region, module, self._params, stage, number, later, owners)
+        buffers = dict(self.inputs.buffers.values())
+        return Program(region, module, self._params, stage, number, later, owners, buffers)
 
 
 def _setting(config: ZeroConfig, session: Session | None) -> Setting:

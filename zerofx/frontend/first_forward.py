@@ -137,4 +137,4 @@ def shard_root(root: nn.Module, config: ZeroConfig) -> None:
     """Shard a plain model, or what was added to one that is sharded."""
     if session_of(root) is None:
         refuse_late_casts(root, config)
-    shard_model(root, config, fingerprint(pipeline(config, 0)))
+    shard_model(root, config, fingerprint(pipeline(config)))

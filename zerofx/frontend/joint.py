@@ -66,7 +66,9 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     values: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, values)
     graph.output(result).meta = dict(module.graph.output_node().meta)
-    return fx.GraphModule(module, graph)
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)  # the policy of a selective checkpoint, for one
+    return made
 
 
 def dynamo_graph(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> DynamoGraph:

@@ -88,7 +88,7 @@ class Rehearsal:
         machine = machine or machine_of(self.device.type)
         if weighing is None:
             weighing = self.weighed(config, num_ranks, machine)
-        passes = decided(pipeline(config, _WHOLE, machine.most_bucket_bytes), weighing)
+        passes = decided(pipeline(config, machine.most_bucket_bytes), weighing)
         setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
         made = self.halves(config, num_ranks)
@@ -105,7 +105,7 @@ class Rehearsal:
         if config.quantize != "auto":
             return {}
         halves = self.halves(config, num_ranks)
-        passes = pipeline(config, _WHOLE, machine.most_bucket_bytes)
+        passes = pipeline(config, machine.most_bucket_bytes)
         return weigh(passes, halves, machine, fused=self.inner == "inductor")
 
     def halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
@@ -237,10 +237,10 @@ def rehearse_graph(
     spec_of = dict(zip(map(id, root.parameters()), specs, strict=True))
     params = {place: spec_of[id(v)] for place, v in enumerate(inputs) if id(v) in spec_of}
     owned = {id(buffer): name for name, buffer in root.named_buffers()}
-    buffers = {place: owned[id(v)] for place, v in enumerate(inputs) if id(v) in owned}
+    buffers = {p: (owned[id(v)], _WHOLE) for p, v in enumerate(inputs) if id(v) in owned}
     config = ZeroConfig(inner=inner, verify=False, dump="")
     known = GraphInputs(params, buffers, ())
-    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config, _WHOLE), watcher)
+    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config), watcher)
     if cast is not None:
         inputs = [v if p in (*params, *buffers) else _cast(v, cast) for p, v in enumerate(inputs)]
     forward, backward = capture.cut(read_plain(module, params), inputs)

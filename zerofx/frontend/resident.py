@@ -84,7 +84,7 @@ def _widening(spec: ParamSpec) -> int:
 
 def _kept_codes(laid: Iterable[ParamSpec], config: ZeroConfig, coded: Collection[str]) -> int:
     """Bytes of errors and codes that `config` keeps from step to step, on the rank with most."""
-    coding = [each for each in pipeline(config, 0) if isinstance(each, CODING)]
+    coding = [each for each in pipeline(config) if isinstance(each, CODING)]
     sent = [each for each in coding if each.name in coded]
     return sum(each.kept_bytes(spec) for each in sent for spec in laid)
 

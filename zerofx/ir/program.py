@@ -27,6 +27,7 @@ class Program:
         read_later: of a forward program, the parameters that its backward reads again.
         gradients_of: for each output of a backward program the parameter whose gradient it is; ""
             for those of inputs.
+        buffers: handles of the layouts that hold the buffers which follow rank 0's, by name.
     """
 
     region: Region
@@ -36,6 +37,7 @@ class Program:
     num_user_outputs: int
     read_later: frozenset[str] = frozenset()
     gradients_of: tuple[str, ...] = ()
+    buffers: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @property
     def graph(self) -> fx.Graph:

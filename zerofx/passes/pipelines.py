@@ -112,15 +112,12 @@ def _optional(config: ZeroConfig, most_bytes: int) -> tuple[Pass, ...]:
     )
 
 
-def pipeline(
-    config: ZeroConfig, buffers_layout: int, most_bytes: int = MOST_BUCKET_BYTES
-) -> tuple[Pass, ...]:
+def pipeline(config: ZeroConfig, most_bytes: int = MOST_BUCKET_BYTES) -> tuple[Pass, ...]:
     """The passes for `config`: mandatory ones, then optional ones, then what users changed.
 
     Args:
         config: stage, what is changed and what is disabled. Passes that hold for every model
             count only if `zerofx.passes.registry.with_registered` put them in.
-        buffers_layout: handle of the layout that holds replicated values.
         most_bytes: bound of buckets whose size was not asked for.
 
     Raises:
@@ -129,7 +126,7 @@ def pipeline(
     """
     listed = _STAGES[config.stage]
     if config.broadcast_buffers:
-        listed += (SyncBuffers(layout=buffers_layout),)
+        listed += (SyncBuffers(),)
     listed += _lossy(config) + _optional(config, most_bytes)
     if config.secondary_shards:
         listed += (AddSecondaryShards(),)
