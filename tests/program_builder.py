@@ -134,7 +134,6 @@ def cut(joint: Program) -> tuple[Program, Program]:
     first.graph.eliminate_dead_code()
     first.recompile()
     second = _extract(joint, [*keep, *tangents], [n for n in body if n in backward], gradients)
-    number = joint.num_user_outputs
     later = frozenset(facts(n).param for n in second.graph.nodes if ops.is_call(n, ops.UNSHARD))
     return (
         dataclasses.replace(joint, region=Region.FORWARD, module=first, read_later=later),

@@ -13,7 +13,6 @@ from tests.hand_program import Hand
 from tests.passes.code_cases import CODE_CASES
 from tests.passes.return_cases import RETURN_CASES
 from tests.program_builder import layout_of, specs_of
-from zerofx.ir.facts import Role
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.passes.base import Pass
