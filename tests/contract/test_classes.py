@@ -7,12 +7,13 @@ import functools
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tests.contract.loops import (
     Net,
@@ -67,16 +68,25 @@ class Named(Net):
         return super().named_parameters(prefix, recurse)
 
 
-def _trains(kind: type[nn.Module], stage: int) -> None:
+def traced() -> nn.Module:
+    """As torchvision's feature extractors are made: its class has a forward of no module."""
+    return fx.symbolic_trace(Net())
+
+
+def exported() -> nn.Module:
+    return torch.export.export(Net(), data(0)).module()
+
+
+def _trains(kind: Callable[[], nn.Module], stage: int) -> None:
     model = net(kind)
     trains_alike(compiled(model, stage), model, net(kind), 1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [(Listed, 1), (Listed, 3), (Forwarding, 3), (Named, 3)],
+    [(Listed, 1), (Listed, 3), (Forwarding, 3), (Named, 3), (traced, 3), (exported, 1)],
 )
-def test_they_behave_as_the_users(kind: type[nn.Module], stage: int) -> None:
+def test_they_behave_as_the_users(kind: Callable[[], nn.Module], stage: int) -> None:
     run_ranks(2, _trains, kind, stage)
 
 

@@ -244,6 +244,21 @@ def test_outputs_of_one_kernel_cross_one_by_one() -> None:
     assert before.outputs == after.inputs == (first, second)
 
 
+@torch.library.custom_op("zx_segments::noise", mutates_args=())
+def noise(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns)
+
+
+def test_what_an_operator_of_a_library_gives_is_asked_for_once() -> None:
+    graph = fx.Graph()
+    drawn = graph.call_function(torch.ops.zx_segments.noise.default, (64, 64))
+    drawn.meta["val"] = torch.empty(64, 64)
+    graph.output((graph.call_function(torch.ops.aten.sub.Tensor, (drawn, drawn)), drawn))
+    before = list(graph.nodes)
+    repeat_constants(graph)
+    assert list(graph.nodes) == before
+
+
 def test_large_constants_are_made_where_they_are_read() -> None:
     """Zeros that AOTAutograd merged, of two embeddings' gradients, do not wait in memory."""
     graph = fx.Graph()

@@ -78,9 +78,14 @@ def repeat_constants(graph: fx.Graph) -> None:
 
 
 def _is_large_constant(node: fx.Node) -> bool:
-    """Whether its values follow from sizes alone, and are more than a few."""
+    """Whether its values follow from sizes alone, and are more than a few.
+
+    An operator of a library may draw them, and be dear: it runs as often as the user wrote it.
+    """
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor) or is_impure(node):
+        return False
+    if getattr(node.target, "namespace", "") not in ("aten", "prims"):
         return False
     return all(map(is_symbol, node.all_input_nodes)) and is_large(value)
 

@@ -35,7 +35,9 @@ def refuse_comparisons(model: nn.Module) -> None:
 
 def _comparisons(forward: Any, owners: set[type[nn.Module]]) -> Iterator[str]:
     forward = inspect.unwrap(forward)
-    if not isinstance(forward, FunctionType) or forward.__module__.startswith("torch."):
+    if not isinstance(forward, FunctionType):
+        return
+    if (forward.__module__ or "").startswith("torch."):  # None: exec made it
         return
     if not {"type", "__class__"} & set(forward.__code__.co_names):
         return
