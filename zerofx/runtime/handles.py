@@ -43,8 +43,8 @@ def domain_of(handle: int) -> Domain:
     except KeyError:
         raise UnsupportedError(
             "a compiled program outlived the sharded model it belongs to",
-            "torch.compiler.reset(), and compile again what has run on it; if it was pickled or copied, "
-            "use the copy's own forward",
+            "torch.compiler.reset(), and compile again what has run on it; if that was pickled or "
+            "copied, use the copy's own forward",
         ) from None
 
 
