@@ -9,9 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.contract.loops import close, compiled, data, full, net, same, train, twin
+import zerofx
+from tests.contract.loops import close, compiled, config, data, full, net, same, train, twin
 from tests.ranks import run_ranks
 
 OPTIMIZERS = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -124,6 +126,38 @@ def _fused(stage: int, early: bool) -> None:
 @pytest.mark.parametrize(("stage", "early"), [(0, True), (1, False), (2, True), (3, False)])
 def test_fused(stage: int, early: bool) -> None:
     run_ranks(2, _fused, stage, early)
+
+
+def _convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 2), nn.Flatten(), nn.Linear(54, 3))
+
+
+def _in_other_orders(stage: int) -> None:
+    """Kernels go through memory from end to end, and rows need not lie as their gradients."""
+    model, plain = net(_convolution), net(_convolution)
+    zerofx.shard(model, config(stage))
+    fused = torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True)
+    other = torch.optim.SGD(plain.parameters(), 0.1, 0.9, foreach=False)
+    zerofx.trust(other)
+    for step in range(3):
+        if step == 1:  # momentum lies in the old order by then
+            model.to(memory_format=torch.channels_last)
+        draw = torch.Generator().manual_seed(step)
+        model(torch.randn(4, 3, 4, 4, generator=draw)).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            noise = torch.randn(ours.shape, generator=draw)
+            theirs.grad = full(ours.grad) + noise
+            ours.grad = theirs.grad.clone() if step == 2 else ours.grad + noise
+        for optimizer in (fused, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            close(full(ours), theirs.detach(), f"step {step}")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fused_in_other_orders_of_memory(stage: int) -> None:
+    run_ranks(2, _in_other_orders, stage)
 
 
 def _saved_apart(stage: int) -> None:

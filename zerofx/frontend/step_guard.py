@@ -30,7 +30,7 @@ from zerofx.runtime.handles import live_sessions, states_by_param
 from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.ownership import states_of
 from zerofx.runtime.params import ParamState, params_of
-from zerofx.sharding.old_handles import cut_state
+from zerofx.sharding.old_handles import cut_gradients, cut_state
 from zerofx.sharding.rows import cut
 from zerofx.sharding.stale import StaleParameter
 from zerofx.torch_private import looked_up
@@ -99,7 +99,9 @@ def _check(optimizer: Optimizer) -> None:
         state.idle_step_begins()
     by_rows = not isinstance(optimizer, OwnerOptimizer)
     if by_rows and any(isinstance(param, DTensor) for param in params):
-        cut_state(optimizer, states_by_param(), cut)
+        states = states_by_param()
+        cut_state(optimizer, states, cut)
+        cut_gradients(params, states, cut)
     for session in live_sessions():
         session.refuse_pending(params)
         session.handed_out.refuse_written()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.runtime.params import ParamState, held_by
@@ -97,6 +98,14 @@ def cut_state(optimizer: Optimizer, states: Mapping[int, ParamState], cut: Slice
         if not whole:
             return  # `load_state_dict` gives all of them at once
         entries.update((key, cut(entries[key], state)) for key in whole)
+
+
+def cut_gradients(params: Iterable[Tensor], states: Mapping[int, ParamState], cut: Slice) -> None:
+    """Shard gradients that lie whole: those that a loop made itself."""
+    for param in params:
+        state, grad = states.get(id(param)), param.grad
+        if state is not None and grad is not None and not isinstance(grad, DTensor):
+            param.grad = cut(grad, state)
 
 
 def move_attributes(old: nn.Parameter, new: nn.Parameter) -> None:

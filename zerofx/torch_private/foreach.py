@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -112,8 +113,11 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
         return [_laid_out(one, value) for one, value in zip(given, made, strict=True)]
     name: str = op._schema.name.removeprefix("aten::_foreach_")
     function = getattr(torch, _BOUNDS.get(name, name))
-    rows = ([_at(place, arg) for arg in args] for place in range(len(given)))
-    return [function(*row, **kwargs) for row in rows]
+    made: list[Tensor] = []
+    for place in range(len(given)):
+        operands, named = _scaled(name, [_at(place, arg) for arg in args], kwargs)
+        made.append(function(*operands, **named))
+    return made
 
 
 def _laid_out(like: Tensor, local: Tensor) -> Tensor:
@@ -134,11 +138,23 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, together: 
 def _update(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     params, grads, *rest = args
     grads = [_laid_as(param, grad) for param, grad in zip(params, grads, strict=True)]
-    if not all(_meet(params, state) for state in rest):
-        raise RuntimeError("an optimizer's state does not lie as the parameters that it is of")
+    if not all(_meet(params, values) for values in (grads, *rest)):
+        raise RuntimeError("gradients or an optimizer's state do not lie as their parameters")
     kwargs = {name: _local(value) for name, value in kwargs.items()}
-    op(_apart(params), *map(_local, (grads, *rest)), **kwargs)
+    written, given = _apart(params), [_local(values) for values in (grads, *rest)]
+    ordered = [list(map(_in_order_of, written, values)) for values in given]
+    op(written, *ordered, **kwargs)
+    for value, used in zip(itertools.chain(*given), itertools.chain(*ordered), strict=True):
+        if used is not value:
+            value.copy_(used)
     _count(params)
+
+
+def _in_order_of(param: Tensor, value: Tensor) -> Tensor:
+    """A copy, where numbers lie in another order: kernels go through memory from end to end."""
+    if value.shape != param.shape or value.stride() == param.stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def _count(written: Sequence[Tensor]) -> None:
@@ -153,9 +169,17 @@ def _laid_as(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _write_one(name: str, tensor: Tensor, operands: list[Any], kwargs: dict[str, Any]) -> None:
-    if name in ("addcmul_", "addcdiv_") and len(operands) > 2:
-        kwargs, operands = {"value": operands[2]}, operands[:2]
-    getattr(tensor, _BOUNDS.get(name, name))(*operands, **kwargs)
+    operands, kwargs = _scaled(name, [tensor, *operands], kwargs)
+    getattr(tensor, _BOUNDS.get(name, name))(*operands[1:], **kwargs)
+
+
+def _scaled(
+    name: str, operands: list[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """As functions of one tensor take the factor, which those of many may be given by place."""
+    if name.rstrip("_") in ("addcmul", "addcdiv") and len(operands) > 3:
+        return operands[:3], {"value": operands[3]}
+    return operands, kwargs
 
 
 def _at(place: int, operand: Any) -> Any:
