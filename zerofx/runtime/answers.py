@@ -81,10 +81,10 @@ def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sharded = ours_in((args, kwargs))
     draws, writes = torch.Tag.nondeterministic_seeded in op.tags, op._schema.is_mutable
     if _are_traced(sharded):
-        if draws or writes or not is_mixing():
+        if draws or not is_mixing() or ours_in(_written(op, args, kwargs)):
             return NotImplemented
         found = op(*map_tensors(_shape_of, args), **map_tensors(_shape_of, kwargs))
-        return map_tensors(lambda value: everywhere(sharded[0], value), found)
+        return found if writes else map_tensors(lambda value: everywhere(sharded[0], value), found)
     if not sharded:
         return NotImplemented
     if writes:

@@ -91,7 +91,10 @@ def _answering(
         plain = [value for value in given if not isinstance(value, DTensor)]
         found = NotImplemented
         if plain and dispatcher._allow_implicit_replication:
-            args, kwargs = _replicated(plain, given, (args, kwargs))
+            if writes:  # to what is plain, maybe, which stays so
+                found = whole(op, args, kwargs)
+            if found is NotImplemented:
+                args, kwargs = _replicated(plain, given, (args, kwargs))
         elif plain:
             written = kwargs.get("out", args[0]) if writes else None
             if _is_a_ranks_own(plain, given, written):
