@@ -68,9 +68,18 @@ class Named(Net):
         return super().named_parameters(prefix, recurse)
 
 
+class Scaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x * self.scale, y)
+
+
 def traced() -> nn.Module:
     """As torchvision's feature extractors are made: its class has a forward of no module."""
-    return fx.symbolic_trace(Net())
+    return fx.symbolic_trace(Scaled())
 
 
 def exported() -> nn.Module:
@@ -79,7 +88,11 @@ def exported() -> nn.Module:
 
 def _trains(kind: Callable[[], nn.Module], stage: int) -> None:
     model = net(kind)
-    trains_alike(compiled(model, stage), model, net(kind), 1e-5)
+    trains_alike(run := compiled(model, stage), model, net(kind), 1e-5)
+    if isinstance(model, fx.GraphModule):  # which writes to its class
+        want = run(*data(0)).detach()
+        model.recompile()
+        close(run(*data(0)).detach(), want, "after an edit")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -67,6 +67,10 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
 
 def _class_for(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The generated class for a module of a class that may be one already."""
+    if issubclass(cls, fx.GraphModule) and cls.__qualname__.endswith(".GraphModuleImpl"):
+        # torch.fx made it for this module, and writes to it whenever it generates code.
+        cls.__bases__ = (_sharded_class(_plain_class(cls.__bases__[0]), names),)
+        return cls
     if not _is_parametrized(cls):
         return _sharded_class(_plain_class(cls), names)
     # torch takes its own class off again, or a property from it: that one stays outermost.
