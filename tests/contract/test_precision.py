@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -23,6 +24,15 @@ BF16 = torch.bfloat16
 FAST: dict[str, Any] = {"inner": "eager", "min_shard_numel": 20}
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Not registered with torch's nests."""
+
+    name: str
+    x: Tensor
+    unset: int = dataclasses.field(init=False)
+
+
 class Seen(nn.Module):
     """Notes the dtypes that its forward meets."""
 
@@ -33,24 +43,28 @@ class Seen(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.seen: dict[str, torch.dtype] = {}
 
-    def forward(self, x: Tensor, *, ids: Tensor) -> dict[str, Any]:
+    def forward(self, given: Numbers, *, ids: Tensor) -> dict[str, Any]:
+        x = given.x
         self.seen.update(x=x.dtype, ids=ids.dtype, weight=self.first.weight.dtype)
         self.seen.update(bias=self.first.bias.dtype, scale=self.scale.dtype, steps=self.steps.dtype)
         y = self.last(self.norm(torch.tanh(self.first(x) * self.scale.to(x.dtype))))
-        return {"y": [y], "ids": ids}
+        return {"y": [Numbers(given.name, y)], "ids": ids}
 
 
 def _meet(stage: int, compiled: bool, **precision: Any) -> dict[str, torch.dtype]:
     model = Seen()
     zerofx.shard(model, zerofx.ZeroConfig(stage=stage, **FAST, **precision))  # pyright: ignore
     run: Any = torch.compile(model, backend=f"zero{stage}") if compiled else model
-    out = run(torch.randn(2, 8), ids=torch.arange(2))
+    given = Numbers("given", torch.randn(2, 8))
+    out = run(given, ids=torch.arange(2))
+    assert given.x.dtype is torch.float32
     assert out["ids"].dtype is torch.int64
-    out["y"][0].float().square().sum().backward()
+    assert out["y"][0].name == "given"
+    out["y"][0].x.float().square().sum().backward()
     for param in model.parameters():
         assert isinstance(param, DTensor) and param.dtype is torch.float32
         assert param.grad is not None and param.grad.dtype is torch.float32
-    return {**model.seen, "y": out["y"][0].dtype}
+    return {**model.seen, "y": out["y"][0].x.dtype}
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -125,10 +139,12 @@ def test_one_line_casts_or_says_why_not() -> None:
 
 
 def _in_place() -> list[str]:
-    model = _Wrapper(nn.Linear(8, 8))
+    model = Seen()
     zerofx.shard(model, zerofx.ZeroConfig(param_dtype=BF16, **FAST))
     model.compile(backend="zero3")
-    return [str(model(torch.randn(2, 8)).dtype) for _ in range(2)]
+    given = Numbers("given", torch.randn(2, 8))
+    outs = [model(given, ids=torch.arange(2)) for _ in range(2)]
+    return [str(out["y"][0].x.dtype) for out in outs]
 
 
 def test_compiled_in_place() -> None:

@@ -2,8 +2,8 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
-given, handlers, joint, nccl, operators, outside, profiling, reductions, sequences, steps, tensors,
-turns, views.
+given, handlers, joint, nccl, nests, operators, outside, profiling, reductions, sequences, steps,
+tensors, turns, views.
 """
 
 from zerofx.torch_private.answers import answer_operations, answer_other_libraries
@@ -93,6 +93,7 @@ from zerofx.torch_private.joint import (
     orders_effects,
 )
 from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
+from zerofx.torch_private.nests import map_tensors, tensors_in
 from zerofx.torch_private.operators import is_mutable, is_operator, written_by
 from zerofx.torch_private.outside import trace_inside, trace_outside
 from zerofx.torch_private.profiling import is_profiling
@@ -121,7 +122,6 @@ from zerofx.torch_private.tensors import (
     is_made_of_tensors,
     local_part,
     local_parts,
-    map_tensors,
     memory_of,
     read_scalars_whole,
     same_shape,
@@ -131,7 +131,6 @@ from zerofx.torch_private.tensors import (
     stated_dtype,
     storage_key,
     symbols_of,
-    tensors_in,
     transpose_in_place,
     unwrap_compiled,
     with_local,

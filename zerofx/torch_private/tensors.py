@@ -23,6 +23,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from zerofx.torch_private.handlers import HANDLERS
+from zerofx.torch_private.nests import tensors_in
 
 DispatchMode = TorchDispatchMode
 """Sees every operation below autograd."""
@@ -156,16 +157,6 @@ def below_transforms(value: Any) -> Any:
 def inside_transform() -> bool:
     """Whether a `torch.func` transform is under way."""
     return functorch.peek_interpreter_stack() is not None
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in a nest of lists, tuples, dicts and classes registered with torch."""
-    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """The same nest with `function` applied to its tensors."""
-    return _pytree.tree_map_only(Tensor, function, values)
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from zerofx.torch_private.handlers import HANDLERS, Handler, torchs_way
-from zerofx.torch_private.tensors import tensors_in
+from zerofx.torch_private.nests import tensors_in
 
 _COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
 
