@@ -119,20 +119,30 @@ def test_names_that_deepspeed_gave_to_zero_plus_plus() -> None:
             config_from_options(3, options)
 
 
-def _cannot_be_dumped(folder: str) -> str:
-    model: nn.Module = net()
-    run = torch.compile(model, backend="zero0", options={**FAST, "dump": folder})
-    try:
-        run(*data(0))
-    except ConfigError as error:
-        return str(error)
-    return ""
+def _dumped(folders: list[str]) -> list[str]:
+    said = [""] * len(folders)
+    for at, folder in enumerate(folders):
+        run = torch.compile(net(), backend="zero0", options={**FAST, "dump": folder})
+        try:
+            run(*data(0))
+        except ConfigError as error:
+            said[at] = str(error)
+    return said
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_folders_of_dumps(tmp_path: Path) -> None:
+    """One that cannot be written is refused; each of the others has its own graphs, from 0 on."""
     (tmp_path / "file").touch()
-    (said,) = run_ranks(1, _cannot_be_dumped, str(tmp_path / "file" / "dump"))
-    assert "option dump" in said and "Remedy: name a folder" in said
+    old = tmp_path / "two" / "graph0"
+    (old / "backward").mkdir(parents=True)
+    (old / "backward" / "program.py").write_text("of an older run")
+    folders = [str(tmp_path / each) for each in ("file/dump", "one", "two")]
+    ((refused, *fine),) = run_ranks(1, _dumped, folders)
+    assert "option dump" in refused and "Remedy: name a folder" in refused
+    assert fine == ["", ""]
+    for folder in folders[1:]:
+        assert [each.name for each in Path(folder).glob("graph*")] == ["graph0"]
+    assert not (old / "backward").exists()
 
 
 @pytest.mark.parametrize("option", ["memory_budget", "prefetch_bytes"])

@@ -15,6 +15,7 @@ from zerofx.config import ZeroConfig
 from zerofx.debug.compare import compare
 from zerofx.errors import ConfigError
 from zerofx.frontend.dump import dump_for
+from zerofx.frontend.dump_place import place_of
 from zerofx.frontend.predict import Setting
 from zerofx.page.build import find_reports
 from zerofx.passes.pipelines import pipeline
@@ -38,11 +39,21 @@ def test_folders_of_other_names_are_the_users(tmp_path: Path) -> None:
 def test_a_rehearsal_is_no_graph_of_a_dump(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zerofx.frontend.capture._numbers", iter(()))
-    monkeypatch.setattr("zerofx.frontend.capture._unused", [])
+    monkeypatch.delattr("zerofx.frontend.dump_place._taken")
     with caplog.at_level(logging.INFO, "zerofx.programs"):
         rehearse(1, width=16)
     assert not caplog.records
+
+
+def test_numbers_are_those_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process that dumps into two folders begins the second behind an older run's graphs."""
+    one, two = (str(tmp_path / name) for name in ("one", "two"))
+    taken = [place_of(folder, None).take_number() for folder in (one, one, two, "", one)]
+    assert taken == [0, 1, 0, place_of("", None).take_number() - 1, 2]
+    place_of(one, None).give_back(1)
+    monkeypatch.chdir(tmp_path)
+    again = place_of("one", None)
+    assert (again.written, again.take_number(), again.take_number()) == (one, 1, 3)
 
 
 def test_a_graph_without_programs_has_neither_number_nor_folder(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Composes all other folders; only public names stand above it. Modules: backend, roots,
 first_forward, step_guard, capture, watch, annotate, bodies, reads, shards, aliases, kept_reads,
-partition, segments, inner, quantize, weigh, places, lower; dump, report, predict, breaks, measure,
-trial, standalone, plain_ops, plain_codes; joint, constructors, rehearsal, views, stacks,
-resident, planner, choose.
+partition, segments, inner, quantize, weigh, places, lower; dump, dump_place, report, predict,
+breaks, measure, trial, standalone, plain_ops, plain_codes; joint, constructors, rehearsal, views,
+stacks, resident, planner, choose.
 """

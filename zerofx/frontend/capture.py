@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,8 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
 from zerofx.frontend.bodies import write_out_regions
-from zerofx.frontend.dump import Dump, dump_for, folder_of
+from zerofx.frontend.dump import Dump, dump_for
+from zerofx.frontend.dump_place import place_of
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import cut_apart
 from zerofx.frontend.kept_reads import copies_kept, keep_reads
@@ -59,14 +59,6 @@ from zerofx.torch_private import (
     name_of,
     trace_and_compile,
 )
-
-_numbers = itertools.count()
-_unused: list[int] = []
-"""Numbers of graphs that Dynamo took back."""
-
-
-def _number() -> int:
-    return _unused.pop() if _unused else next(_numbers)
 
 
 class Capture:
@@ -111,13 +103,14 @@ class Capture:
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
         readers = [self._watcher] if self._watcher else []
-        folder = folder_of(self.config.dump, self.config.mesh)
-        self._dump = dump_for(folder, _number, self.passes, self._setting, readers)
+        place = place_of(self.config.dump, self.config.mesh)
+        take = place.take_number
+        self._dump = dump_for(place.written, take, self.passes, self._setting, readers)
         try:
             return self._compile(module, example_inputs)
         except DynamoStartsAgain:
             if self._dump is not None:
-                _unused.append(self._dump.number)
+                place.give_back(self._dump.number)
             raise
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

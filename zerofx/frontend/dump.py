@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.cost.liveness import NOTHING_HELD
 from zerofx.errors import ConfigError, UnsupportedError
@@ -26,7 +24,6 @@ from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
 from zerofx.page.build import graph_folders, write_page
 from zerofx.passes.base import Pass
-from zerofx.runtime.members import ranks_of
 from zerofx.torch_private import is_tracing, trace_artifact
 
 _log = logging.getLogger("zerofx.programs")
@@ -63,7 +60,7 @@ class Dump:
     """The observer of all programs of one Dynamo graph.
 
     Attributes:
-        number: which of those of this process that somebody looks at.
+        number: which of those of this process in its folder; without one, of those without.
 
     Args:
         number: see there.
@@ -181,16 +178,6 @@ def dump_for(
     if folder:
         told.append(_Folder(_made(Path(folder), taken)))
     return Dump(taken, passes, told, setting)
-
-
-def folder_of(folder: str, mesh: DeviceMesh | None) -> str:
-    """Where this rank writes programs of a model on `mesh`: its first rank does, others nowhere."""
-    if not folder or not dist.is_initialized():
-        return folder
-    first = ranks_of(mesh)[0]
-    if dist.get_rank() != first:
-        return ""
-    return str(Path(folder) / f"rank{first}") if first else folder
 
 
 def _made(folder: Path, number: int) -> Path:
