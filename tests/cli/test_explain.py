@@ -167,8 +167,8 @@ def test_a_forward_that_dynamo_gives_up_names_line_and_remedy(
     assert "classes.py" not in done.stderr  # frames of zerofx are not the user's
 
 
-def test_of_two_ranks_one_prints() -> None:
-    printed = run_script(ROOT / "zerofx" / "__main__.py", "explain", SCRIPT, "3")
+def test_of_all_ranks_one_prints_of_those_of_its_model() -> None:
+    printed = run_script(ROOT / "zerofx" / "__main__.py", "explain", SCRIPT, "3", "2", ranks=3)
     assert printed.count("captured") == 1
     assert printed.startswith("trained.py: zero3 on 2 ranks (cpu)")
     assert "on 1 rank here" not in printed and "measured" in printed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zerofx
 from tests.debug.trained import Net, Talkative
@@ -242,14 +243,15 @@ def test_arguments_are_looked_at(argument: dict[str, Any], said: str) -> None:
     assert said in str(refused.value) and "Remedy: " in str(refused.value)
 
 
-def test_a_rate_is_a_link() -> None:
-    config = zerofx.ZeroConfig(inner="eager", dump="")
+def test_a_rate_is_a_link_and_ranks_are_those_of_the_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0, 1, 2], _init_backend=False, _rank=0)
+    config = zerofx.ZeroConfig(inner="eager", mesh=mesh, dump="")
     machine = dataclasses.replace(MACHINE, reductions=Link(1.0, 1.0))
     x = torch.zeros(4, 64)
-    found = zerofx.explain(Net(), x, config=config, world_size=1, machine=machine, link="1gbit")
+    found = zerofx.explain(Net(), x, config=config, machine=machine, link="1gbit")
     assert found.setting.machine.link == Link(125e6, 20e-6)
     assert found.setting.machine.reductions is None
-    assert "zero3 on 1 rank (cpu)" in str(found)
+    assert "zero3 on 3 ranks (cpu)" in str(found)
 
 
 @pytest.mark.parametrize("inputs", [(), (torch.zeros(4, 32),), (1, 2, 3)], ids=["no", "32", "3"])

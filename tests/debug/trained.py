@@ -1,17 +1,20 @@
-"""A model of equal blocks, and a script that trains it: `python trained.py STEPS`.
+"""A model of equal blocks, and a script that trains it: `python trained.py STEPS [RANKS]`.
 
 Its forward prints twice, before there is a graph and between two, and its last batch is larger.
+Every RANKS ranks train a model of their own.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-OPTIONS = {"inner": "eager"}
+OPTIONS: dict[str, Any] = {"inner": "eager"}
 
 
 class Block(nn.Module):
@@ -58,11 +61,18 @@ class Talkative(nn.Module):
         return x.sum()
 
 
+def _mesh(num: int) -> DeviceMesh:
+    ranks = range(dist.get_world_size())
+    meshes = [DeviceMesh("cpu", [*ranks[start : start + num]]) for start in ranks[::num]]
+    return meshes[dist.get_rank() // num]
+
+
 def main() -> None:
     """Train."""
     dist.init_process_group("gloo")
     model = Net(talks=True)
-    step = torch.compile(model, backend="zero3", options=OPTIONS, dynamic=False)
+    options = {**OPTIONS, "mesh": _mesh(int(sys.argv[2]))} if sys.argv[2:] else OPTIONS
+    step = torch.compile(model, backend="zero3", options=options, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters())
     steps = int(sys.argv[1])
     for number in range(steps):

@@ -43,7 +43,8 @@ def explain(
         inputs: of its forward; only shapes and dtypes count.
         named: inputs by name.
         config: stage and options; stage 3 by default.
-        world_size: number of ranks; by default that of the process group, or 8 without one.
+        world_size: number of ranks; by default those of the mesh in `config`, else of the process
+            group, or 8 without one.
         machine: where it would train.
         link: in place of the machine's; or its rate alone, as `"100Gbit/s"` or `"25GB/s"`.
         memory_bytes: that a rank may use; then changes that do not fit are not proposed.
@@ -56,10 +57,11 @@ def explain(
         UnsupportedError: the model is sharded already, nothing of it trains, or the inputs do not
             fit its forward.
     """
-    if world_size is None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 8
     _check("model", model, nn.Module)
     _check("config", config, (ZeroConfig, NoneType))
+    config = with_registered(config or ZeroConfig())
+    if world_size is None:
+        world_size = _num_ranks(config)
     _check("world_size", world_size, int)
     _check("machine", machine, Machine)
     _check("memory_bytes", memory_bytes, (int, NoneType))
@@ -67,10 +69,15 @@ def explain(
         raise ConfigError(f"explain: world_size={world_size} is not allowed", "use at least 1")
     if link is not None:
         machine = machine.with_link(_link(link, machine.link))
-    config = with_registered(config or ZeroConfig())
     refuse_shared_sequences(config, "explain", "leave it out, or explain a script that asks for it")
     setting = Setting(config, world_size, machine, memory_bytes)
     return explain_model(unwrap_compiled(model), inputs, dict(named or {}), setting)
+
+
+def _num_ranks(config: ZeroConfig) -> int:
+    if config.mesh is not None:
+        return config.mesh.size()
+    return dist.get_world_size() if dist.is_initialized() else 8
 
 
 def _link(said: Any, otherwise: Link) -> Link:

@@ -44,7 +44,7 @@ class Measured:
     """What happened when a script ran.
 
     Attributes:
-        num_ranks: on how many ranks.
+        num_ranks: on how many ranks its model was.
         steps: optimizer steps that were timed, those that compile left out.
         step: median seconds from one to the next; `None`: fewer than two were taken.
         compile_seconds: of all compilations.

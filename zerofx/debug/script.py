@@ -108,17 +108,21 @@ def run_script(script: Path, arguments: Sequence[str]) -> Run:
         nothing = f"{script} trained nothing that a zerofx backend compiled in the main thread"
         raise untrained(script.name, breaks, (nothing, _COMPILE))
     recorder.count(clock.steps)
-    return Run(recorder, breaks, tuple(seen), _measured(clock.seconds, seen))
+    return Run(recorder, breaks, tuple(seen), _measured(recorder, clock.seconds, seen))
 
 
 _COMPILE = 'compile the model with torch.compile(model, backend="zero3") and take a step or two'
 _ALONE = "run it without explain first; --debug shows where"
 
 
-def _measured(seconds: Sequence[float], seen: Sequence[Compilation]) -> Measured:
+def _measured(
+    recorder: Recorder, seconds: Sequence[float], seen: Sequence[Compilation]
+) -> Measured:
     cuda = torch.cuda.is_available()
+    session = recorder.session
+    assert session is not None  # something trained
     return Measured(
-        int(os.environ.get("WORLD_SIZE", 1)),
+        session.world.size,
         len(seconds),
         statistics.median(seconds) if seconds else None,
         sum(each.seconds for each in seen),
