@@ -19,6 +19,8 @@ from tests.contract.loops import FAST, config, data, net
 from tests.ranks import run_ranks
 from zerofx.config import ZeroConfig, config_from_options
 from zerofx.errors import ConfigError, ZeroFxError
+from zerofx.option_checks import refuse_at_stage
+from zerofx.passes.pipelines import pipeline
 
 WRONG: dict[str, list[Any]] = {
     "stage": [4, -1, "3", None, True, 2.0],
@@ -150,6 +152,15 @@ def test_folders_of_dumps(tmp_path: Path) -> None:
 def test_bounds_of_full_values_are_stage_3s(option: str, stage: int) -> None:
     with pytest.raises(ConfigError, match=f"{option} has no meaning at stage {stage}"):
         zerofx.shard(net(), config(stage, **{option: 0}))
+
+
+def test_options_that_only_say_of_what_serve_all_stages() -> None:
+    """As docs/options.md says: a comparison of stages takes one set of options."""
+    said = {"min_shard_numel": 9, "max_replicated_numel": 9, "replicate": 2, "ranks_per_node": 2}
+    for stage in range(4):
+        given = config(stage, **said, quantize_exact="*head*")
+        refuse_at_stage(given)
+        assert pipeline(given) == pipeline(config(stage))
 
 
 def _told_to_share(ranks_per_node: int) -> str:
