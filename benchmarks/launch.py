@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 MASTER_PORT = 29500
@@ -20,9 +21,12 @@ def torchrun(
     hosts: int = 1,
     host: int = 0,
     master: str = "127.0.0.1",
-    port: int = MASTER_PORT,
 ) -> list[str]:
-    """The command line that starts one host's ranks."""
+    """The command line that starts one host's ranks.
+
+    Hosts agree on a port; one alone takes any that is free, since other jobs may be on its machine.
+    """
+    port = MASTER_PORT if hosts > 1 else _free_port()
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={hosts}", f"--node-rank={host}", f"--nproc-per-node={ranks}"),
@@ -31,17 +35,48 @@ def torchrun(
     ]
 
 
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Have SIGTERM raise as Ctrl-C does, so that what was begun is ended."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_all(
     commands: Sequence[Sequence[str]],
     environment: dict[str, str],
     timeout: float | None = None,
     output: IO[bytes] | None = None,
 ) -> int:
-    """Run commands at once; the first failure, or the end of the time, ends all of them.
+    """Run commands at once; the first failure, the end of the time, or SIGTERM ends all of them.
 
     Raises:
         TimeoutError: they took longer.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
+    with terminable():
+        return _run_all(commands, environment, timeout, output)
+
+
+def _run_all(
+    commands: Sequence[Sequence[str]],
+    environment: dict[str, str],
+    timeout: float | None,
+    output: IO[bytes] | None,
+) -> int:
     started: list[subprocess.Popen[bytes]] = []
     deadline = None if timeout is None else time.monotonic() + timeout
     try:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.launch import MASTER_PORT, run_all, torchrun
+from benchmarks.launch import MASTER_PORT, run_all, terminable, torchrun
 
 BRIDGE = "zerofx-lab"
 UNLIMITED = "unlimited"
@@ -116,7 +116,7 @@ class Lab:
             LabError: root or a tool is missing, or another lab is up.
         """
         require_tools()
-        with _only_one(), _terminable():
+        with _only_one(), terminable():
             take_down()
             try:
                 for command in self.build_commands():
@@ -184,20 +184,6 @@ def _only_one() -> Iterator[None]:
         except BlockingIOError:
             raise LabError("another lab is up on this machine") from None
         yield
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Have SIGTERM raise as Ctrl-C does, so that the lab is taken down."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _call(command: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -64,7 +65,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.rate != UNLIMITED and not args.hosts:
         parser.error("--rate needs --hosts: there is no link to hold to it")
     args.ranks = args.ranks or (1 if args.hosts else 2)
+    for path in filter(None, (args.json, args.markdown, args.plot)):
+        try:
+            _try_to_write(path)
+        except OSError as error:
+            parser.error(f"{path} cannot be written: {error.strerror}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib")
     return args
+
+
+def _try_to_write(path: Path) -> None:
+    """Before hours of measuring, not behind them."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
 
 
 @contextlib.contextmanager
@@ -104,7 +121,7 @@ def machine() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, write what was asked for, and print; exit with 1 if nobody ran."""
     args = parse(argv)
     console, about = Console(), machine()
     if not console.is_terminal:
@@ -134,14 +151,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         baseline=args.baseline,
         goodput=goodput,
     )
-    show(args, console, figures, headline(args, place, goodput))
     if args.json:
         options = {name: str(value) for name, value in vars(args).items()}
         found = {"about": about, "options": options}
         found["figures"] = [dataclasses.asdict(one) for one in figures]
         found["outcomes"] = [dataclasses.asdict(one) for one in outcomes]
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(found, indent=1))
+    show(args, console, figures, headline(args, place, goodput))
+    if all(one.failure for one in figures):
+        raise SystemExit(1)
 
 
 def headline(args: argparse.Namespace, place: Place, goodput: float | None) -> str:

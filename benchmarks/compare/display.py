@@ -49,7 +49,9 @@ def cells(one: Figures) -> list[str]:
     step = _number(one.step_ms, ".1f")
     if one.step_ms and one.spread_ms:
         step += f" ± {one.spread_ms / 2:.1f}"
-    losses = "agree" if one.disagreement is None else f"DIFFER by {one.disagreement:.1e}"
+    losses = "agree" if one.compared else "–"
+    if one.disagreement is not None:
+        losses = f"DIFFER by {one.disagreement:.1e}"
     return [
         step,
         _number(one.ratio, ".2f"),

@@ -31,6 +31,7 @@ class Figures:
         wire_ratio: the same over this rank's share of the formula of the ZeRO stage.
         least_ms: what the formula's bytes take on a node's link at the measured goodput.
         first_s: to the end of the first step, median over rounds.
+        compared: whether there were losses of another contender to compare its own with.
         disagreement: largest relative difference of a loss, if it is too large.
     """
 
@@ -47,6 +48,7 @@ class Figures:
     wire_ratio: float | None = None
     least_ms: float | None = None
     first_s: float | None = None
+    compared: bool = False
     disagreement: float | None = None
 
 
@@ -112,6 +114,7 @@ def _figures(
         wire_ratio=wire / needed if wire and needed else None,
         least_ms=1e3 * least / goodput if goodput and least else None,
         first_s=_median(one.first_s for one in group),
+        compared=difference is not None,
         disagreement=difference if not allowed else None,
     )
 
@@ -127,12 +130,15 @@ def formula_bytes(traffic: int, num_params: int, nodes: int) -> float:
 def loss_differences(grouped: Mapping[str, Sequence[Outcome]]) -> dict[str, float]:
     """How far each contender's losses are from the median exact contender's, relatively, at worst.
 
-    The floor's ranks train models of their own: only its first loss is compared.
+    The floor's ranks train models of their own: only its first loss is compared. Empty if nobody
+    else has losses.
     """
     curves = {
         name: [one.losses[: None if _averages(name) else 1] for one in group if one.losses]
         for name, group in grouped.items()
     }
+    if sum(map(bool, curves.values())) < 2:
+        return {}
     trained = [name for name in curves if _averages(name)]
     exact = [name for name in trained if CONTENDERS[name].exact]
     joined = [curve for name in exact or trained for curve in curves[name]]

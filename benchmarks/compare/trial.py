@@ -2,12 +2,13 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.compare.trial --contender zero3 --result out.json
 
-Rank 0 writes what all ranks saw; a rank that fails writes why.
+Rank 0 writes what all ranks saw; the first rank that fails writes why.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -211,16 +212,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         outcome = run(trial)
         if dist.get_rank() == 0:
-            result.write_text(json.dumps(dataclasses.asdict(outcome)))
+            _leave(outcome, result)
     except Exception as error:
         traceback.print_exc()
         reason = (
             f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         )
-        failed = Outcome(trial.contender, failure=reason)
-        result.write_text(json.dumps(dataclasses.asdict(failed)))
+        _leave(Outcome(trial.contender, failure=reason), result)
         raise SystemExit(1) from error
     dist.destroy_process_group()
+
+
+def _leave(outcome: Outcome, result: Path) -> None:
+    """Write it, unless a rank was here before: whoever fails later saw that one go."""
+    with contextlib.suppress(FileExistsError), result.open("x") as file:
+        json.dump(dataclasses.asdict(outcome), file)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks import stages
 from benchmarks.compare.contenders import CONTENDERS
-from benchmarks.compare.display import markdown, plot, table
+from benchmarks.compare.display import cells, markdown, plot, table
 from benchmarks.compare.figures import formula_bytes, loss_differences, summarize
 from benchmarks.compare.trial import Outcome
 
@@ -88,6 +88,16 @@ def test_a_loss_that_is_no_number_disagrees() -> None:
         None,
         math.inf,
     ]
+
+
+def test_losses_without_others_agree_with_nobody() -> None:
+    figures = summarize(
+        [*OUTCOMES[:2], _outcome("zero1", 1, losses=[4.0])], ranks=2, nodes=2
+    )  # two of which only memory was measured
+    text = markdown(figures, unit="tokens", baseline="compute")
+    assert "agree" not in text and "DIFFER" not in text
+    (_, zero3, _) = summarize(OUTCOMES, ranks=2, nodes=2)
+    assert cells(zero3)[-1] == "agree"
 
 
 def test_failures_and_disagreement_are_shown(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import sys
 
 import pytest
@@ -64,6 +66,14 @@ def test_ranks_are_told_their_interface() -> None:
     assert "--nnodes=1" in torchrun(["x.py"], 2)
 
 
+def test_one_host_takes_a_port_that_is_free() -> None:
+    (port,) = (each for each in torchrun(["x.py"], 2) if each.startswith("--master-port="))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(port.partition("=")[2])))
+        assert port not in torchrun(["x.py"], 2)
+    assert "--master-port=29500" in torchrun(["x.py"], 2, hosts=2)
+
+
 def test_missing_tools_and_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netlab.sys, "platform", "linux")
     monkeypatch.setattr(shutil, "which", lambda tool: None)
@@ -83,6 +93,14 @@ def test_one_failure_ends_all() -> None:
     forever, failing = _python("import time; time.sleep(60)"), _python("raise SystemExit(3)")
     assert run_all([forever, failing], dict(os.environ)) == 3
     assert run_all([_python("")] * 2, dict(os.environ)) == 0
+
+
+def test_sigterm_ends_all() -> None:
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([_python(code)], dict(os.environ))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_end_of_the_time_ends_all() -> None:

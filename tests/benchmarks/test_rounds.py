@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import __main__ as compare
-from benchmarks.compare import rounds
+from benchmarks.compare import rounds, trial
 from benchmarks.compare.contenders import CONTENDERS, contender
 from benchmarks.compare.rounds import Place, run_rounds, run_trial
 from benchmarks.compare.trial import Outcome, Trial, parse, run
@@ -70,10 +70,27 @@ def test_contenders_take_turns_and_who_fails_is_out(
 
 
 def test_a_trial_survives_its_command_line(tmp_path: Path) -> None:
-    for trial in (Trial("zero3", warmup=7, interface="eth0"), Trial("ddp", memory=True)):
-        again, result = parse([*trial.arguments(), f"--result={tmp_path / 'x'}"])
-        assert again == trial
+    for one in (Trial("zero3", warmup=7, interface="eth0"), Trial("ddp", memory=True)):
+        again, result = parse([*one.arguments(), f"--result={tmp_path / 'x'}"])
+        assert again == one
         assert result == tmp_path / "x"
+
+
+def test_the_first_rank_that_fails_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Others see its end only, and fail of that."""
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_: None)
+    result = tmp_path / "outcome.json"
+    for error in (ValueError("no such head"), RuntimeError("Connection closed by peer")):
+
+        def fails(_: Trial, error: Exception = error) -> Outcome:
+            raise error
+
+        monkeypatch.setattr(trial, "run", fails)
+        with pytest.raises(SystemExit):
+            trial.main(["--contender=zero3", f"--result={result}"])
+    assert json.loads(result.read_text())["failure"] == "ValueError: no such head"
 
 
 def test_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +116,25 @@ def test_rates_need_hosts() -> None:
         compare.parse(["--rate", "1gbit"])
     assert compare.parse([]).ranks == 2
     assert compare.parse(["--hosts", "4"]).ranks == 1
+
+
+def test_files_are_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for option in ("--json", "--markdown", "--plot"):
+        with pytest.raises(SystemExit):
+            compare.parse([option, str(tmp_path / "file" / "found")])
+    compare.parse(["--markdown", str(tmp_path / "new" / "found")])
+    assert [each.name for each in tmp_path.rglob("*")] == ["file", "new"]
+
+
+def test_nobody_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _pretend(monkeypatch, None, code=1)
+    found = tmp_path / "new" / "found.json"
+    options = ["--contenders", "ddp", "--rounds", "1", "--logs", str(tmp_path)]
+    with pytest.raises(SystemExit) as left:
+        compare.main([*options, "--json", str(found)])
+    assert left.value.code == 1
+    assert "code 1" in json.loads(found.read_text())["figures"][0]["failure"]
 
 
 def test_places() -> None:
