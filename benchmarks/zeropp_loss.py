@@ -5,7 +5,8 @@
 
 Ranks on two nodes train on Shakespeare, once for each contender, from the same weights on the same
 data: the character GPT of `examples/quickstart.py` from nothing, or SmolLM2-135M from its
-pretrained weights. Contenders whose file is in `--out` are not run again.
+pretrained weights. Contenders whose file is in `--out` are not run again; files of runs with other
+settings are refused. `exact`, with which all are compared, always takes part.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     search = [str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
+    for name in args.contenders:
+        _refuse_others(args, _file(args, name))
     for name in args.contenders:
         if not _file(args, name).exists():
             command = ["-m", "benchmarks.zeropp_loss", *(argv or sys.argv[1:])]
@@ -136,6 +139,7 @@ def _train(args: argparse.Namespace) -> None:
         if world.leads:
             size = sum(param.numel() for param in model.parameters())
             found = {"contender": args.contender, "num_params": size, "losses": losses}
+            found["settings"] = _settings(args)
             _file(args, args.contender).write_text(json.dumps(found, indent=1))
 
 
@@ -165,6 +169,19 @@ def _file(args: argparse.Namespace, name: str) -> Path:
     return args.out / f"{name.replace(', ', '_')}.json"
 
 
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What losses depend on."""
+    others = ("out", "picture", "contender", "contenders")
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
+def _refuse_others(args: argparse.Namespace, file: Path) -> None:
+    if file.exists() and json.loads(file.read_text()).get("settings") != _settings(args):
+        raise SystemExit(
+            f"{file} is of a run with other settings: delete it, or give another --out"
+        )
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
@@ -180,14 +197,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
     parser.add_argument("--width", type=int, default=128, help="of the GPT")
     parser.add_argument("--depth", type=int, default=4, help="of the GPT")
-    parser.add_argument("--out", type=Path, default=Path("runs/zeropp_loss"))
+    parser.add_argument("--out", type=Path, help="by default runs/zeropp_loss/MODEL")
     parser.add_argument("--picture", type=Path, help="draw it there")
     parser.add_argument(
         "--tiny", action="store_true", help="no download: Python's manual; SmolLM2 small"
     )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--contender", choices=CONTENDERS, help="be one of its ranks")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.out = args.out or Path("runs/zeropp_loss", args.model)
+    args.contenders = list(dict.fromkeys(["exact", *args.contenders]))
+    return args
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ PROMPT = "HAMLET.\nWhat news, my lord? The king hath sent for thee, and"
 def main(argv: list[str] | None = None) -> None:
     """Train, measure, save, and let the model speak."""
     args = parse_arguments(argv)
+    found = checkpoint.latest(args.out / "checkpoints") if args.resume else None
+    if args.resume and found is None:
+        raise SystemExit(f"--resume: there is no checkpoint in {args.out / 'checkpoints'}")
     with join() as world:
         display = Display(world)
         torch.manual_seed(args.seed)
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
         # After the first forward, when the model is sharded: each rank reads only its own part.
         progress = checkpoint.Progress()
-        if args.resume and (found := checkpoint.latest(args.out / "checkpoints")):
+        if found is not None:
             with display.phase(f"resuming from {found}"):
                 progress = checkpoint.load(found, model, optimizer, world)
             stream.position = progress.position
@@ -90,8 +93,8 @@ def main(argv: list[str] | None = None) -> None:
         if world.leads and progress.losses:
             picture = args.out / "loss.png"
             heading = f"SmolLM2-135M on Shakespeare, zero{args.stage}, {world.size} ranks"
-            draw_losses(picture, progress.losses, before, after, heading)
-            display.console.print(f"[dim]loss curve: {picture}")
+            drawn = draw_losses(picture, progress.losses, before, after, heading)
+            display.console.print(f"[dim]{drawn}")
 
 
 def describe(args: argparse.Namespace, world: World, model: torch.nn.Module) -> dict[str, str]:

@@ -146,8 +146,9 @@ def main(argv: list[str] | None = None) -> None:
         written = write(compiled, prompt.to(world.device), args.sample_characters)
         display.sample(characters.decode(prompt[0]), characters.decode(written))
         if world.leads and history:
-            draw_losses(args.out / "loss.png", history, before, after, "A character GPT")
-            display.console.print(f"[dim]loss curve: {args.out / 'loss.png'}")
+            picture, title = args.out / "loss.png", "A character GPT"
+            drawn = draw_losses(picture, history, before, after, title)
+            display.console.print(f"[dim]{drawn}")
 
 
 def load_text(args: argparse.Namespace, world: World) -> Text:

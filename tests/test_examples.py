@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -50,6 +53,48 @@ def test_finetune_trains_saves_and_resumes_at_another_stage(tmp_path: Path) -> N
     printed = run_example("finetune_smollm2.py", *common, *again)
     assert "resuming" in printed
     assert len(list((tmp_path / "checkpoints").iterdir())) > len(checkpoints)
+
+
+def test_what_examples_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    finetune, corpus, display = map(
+        importlib.import_module, ("finetune_smollm2", "kit.corpus", "kit.display")
+    )
+    with pytest.raises(SystemExit, match="there is no checkpoint in"):
+        finetune.main(["--tiny", "--resume", "--out", str(tmp_path / "wrong")])
+    with pytest.raises(SystemExit):
+        finetune.parse_arguments(["--batch", "0"])
+    with pytest.raises(SystemExit, match="give a smaller --length"):
+        corpus.Windows(torch.arange(9), length=9, batch=1, rank=0, world=1, seed=0)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = display.draw_losses(tmp_path / "loss.png", [1.0], 1.0, 0.5, "a title")
+    assert "matplotlib is not installed" in said and not list(tmp_path.iterdir())
+
+
+def test_downloads_are_checked_before_pip_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    assets = importlib.import_module("kit.assets")
+    archive, marker = tmp_path / "wrong-1.0.tar.gz", tmp_path / "it ran"
+    with tarfile.open(archive, "w:gz") as file:
+        (tmp_path / "setup.py").write_text(f"open({str(marker)!r}, 'w')")
+        file.add(tmp_path / "setup.py", "wrong-1.0/setup.py")
+    with pytest.raises(SystemExit, match="HASHES"):
+        assets.fetch(assets.Asset(str(archive), archive.name, "0" * 64), tmp_path / "cache")
+    assert not marker.exists() and not list((tmp_path / "cache" / "downloads").iterdir())
+
+
+def test_of_two_that_fill_a_cache_both_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    assets = importlib.import_module("kit.assets")
+    with assets.staged(tmp_path / "model") as mine, assets.staged(tmp_path / "model") as theirs:
+        for each in (mine, theirs):
+            each.mkdir()
+            (each / "weights").touch()
+    assert [each.name for each in tmp_path.rglob("*")] == ["model", "weights"]
 
 
 def test_the_program_of_the_readme_learns(tmp_path: Path) -> None:

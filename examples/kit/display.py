@@ -79,9 +79,12 @@ class Display:
         self.console.print(Text(prompt, "dim"), Text(continuation, "bold"), sep="")
 
 
-def draw_losses(path: Path, losses: list[float], before: float, after: float, title: str) -> None:
-    """Draw the loss of every step, its trend, and the held-out loss at both ends."""
-    import matplotlib
+def draw_losses(path: Path, losses: list[float], before: float, after: float, title: str) -> str:
+    """Draw the loss of every step, its trend, and the held-out loss at both ends; say where."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "no loss curve: matplotlib is not installed"
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -115,3 +118,4 @@ def draw_losses(path: Path, losses: list[float], before: float, after: float, ti
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+    return f"loss curve: {path}"

@@ -26,8 +26,8 @@ def training_parser(
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     add("--inner", choices=("inductor", "eager"), default="inductor")
     add("--steps", type=int, help="optimizer steps in all")
-    add("--length", type=int, help=f"{unit} in a window")
-    add("--batch", type=int, help="windows per rank and backward")
+    add("--length", type=_count, help=f"{unit} in a window")
+    add("--batch", type=_count, help="windows per rank and backward")
     add("--lr", type=float, help="highest learning rate")
     add("--seed", type=int, default=0)
     add("--out", type=Path)
@@ -35,3 +35,9 @@ def training_parser(
     add("--tiny", action="store_true", help=f"{tiny}, no download")
     parser.set_defaults(**defaults)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)

@@ -136,6 +136,7 @@ def trained(stage: int | None, folder: str) -> tuple[Any, ...]:
         trainer = trainer_of(stage, folder, save_strategy="no")
     trainer.train()
     after = trainer.evaluate()
+    assert after["eval_runtime"] > 0  # without what the first one took to prepare the model
     keys = ("eval_loss", "eval_accuracy", "eval_rows")
     return before, [after[key] for key in keys], history(trainer), values_of(trainer.model)
 

@@ -154,6 +154,12 @@ class TrainerMixin(_Base):
         self._reports.heard(loss)
         return loss
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does; the time that preparing the model took is of this one alone."""
+        found = super().evaluation_loop(*args, **kwargs)
+        self.__dict__.pop("model_preparation_time", None)  # later ones would subtract it, too
+        return found
+
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As transformers does, with whole sequences; losses of ranks that share one are added."""
         called: Any = functools.partial(_whole_outputs, model) if self._cuts_sequences else model
