@@ -27,6 +27,7 @@ from benchmarks.compare import zoo
 from zerofx.config import Stage, ZeroConfig
 from zerofx.cost.machine import Machine
 from zerofx.cost.memory import FP32_ADAM
+from zerofx.errors import ZeroFxError
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.planner import Planner
 from zerofx.frontend.rehearsal import rehearse_model
@@ -115,7 +116,8 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the machine, then predict and measure each case; print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("cases", nargs="*", default=CASES, metavar="MODEL:STAGE[:DTYPE]")
+    case = "MODEL:STAGE[:DTYPE]"
+    parser.add_argument("cases", nargs="*", type=_known, default=CASES, metavar=case)
     parser.add_argument("--steps", type=int, default=18)
     args = parser.parse_args(argv)
     dist.init_process_group("gloo")
@@ -136,10 +138,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _row(text: str, machine: Machine, steps: int) -> Row:
+def _known(text: str) -> str:
+    """The text of a case; others are refused before the machine is measured."""
+    try:
+        found = _case(text).config if text.partition(":")[0] in MODELS else None
+    except (AttributeError, ValueError, ZeroFxError):
+        found = None
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no case; models: {', '.join(MODELS)}")
+    return text
+
+
+def _case(text: str) -> Case:
     name, stage, *dtype = text.split(":")
-    case = Case(name, int(stage), getattr(torch, dtype[0]) if dtype else None)  # pyright: ignore[reportArgumentType]
-    build, ranks = MODELS[name], dist.get_world_size()
+    return Case(name, int(stage), getattr(torch, dtype[0]) if dtype else None)  # pyright: ignore[reportArgumentType]
+
+
+def _row(text: str, machine: Machine, steps: int) -> Row:
+    case = _case(text)
+    build, ranks = MODELS[case.name], dist.get_world_size()
     batch: Batch = build().batch(torch.Generator().manual_seed(dist.get_rank()))
 
     def inputs(size: int, length: int) -> tuple[Batch, dict[str, Tensor]]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare                                    # all, on this machine
     python -m benchmarks.compare --contenders compute zero3 fsdp2_compile --rounds 5
-    sudo python -m benchmarks.compare --hosts 2 --rate 1gbit        # over links of a given rate
+    sudo -E python -m benchmarks.compare --hosts 2 --rate 1gbit     # over links of a given rate
     python -m benchmarks.compare --device cuda --ranks 8
 
 On plain localhost bytes are those of `lo`, other programs' included; with `--hosts` each host is a
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         with place_of(args) as (place, goodput):
-            trials = trials_of(args, place.interface)
+            trials = trials_of(args, place.interface_for(args.device))
             try:
                 run_rounds(trials, args.rounds, place, report)
             except KeyboardInterrupt:

@@ -62,7 +62,8 @@ def summarize(
 ) -> list[Figures]:
     """One line for each contender, in the order of their first outcomes.
 
-    A contender that failed in any round failed.
+    A contender that failed in any round failed, and nothing is over its times. What one is over
+    another is of the rounds that both ran: an interruption leaves some with one less.
 
     Args:
         outcomes: of all rounds.
@@ -74,10 +75,14 @@ def summarize(
     grouped: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         grouped.setdefault(outcome.contender, []).append(outcome)
-    steps = {name: _median(one.step_ms for one in group) for name, group in grouped.items()}
+    times = {
+        name: [one.step_ms for one in group if one.step_ms]
+        for name, group in grouped.items()
+        if not any(one.failure for one in group)
+    }
     differences = loss_differences(grouped)
     return [
-        _figures(name, group, steps, baseline, ranks, nodes, goodput, differences.get(name))
+        _figures(name, group, times, baseline, ranks, nodes, goodput, differences.get(name))
         for name, group in grouped.items()
     ]
 
@@ -85,7 +90,7 @@ def summarize(
 def _figures(
     name: str,
     group: Sequence[Outcome],
-    steps: Mapping[str, float | None],
+    times: Mapping[str, list[float]],
     baseline: str,
     ranks: int,
     nodes: int,
@@ -95,19 +100,19 @@ def _figures(
     failure = next((one.failure for one in group if one.failure), "")
     if failure:
         return Figures(name, failure)
-    step, floor, base = steps[name], steps.get(FLOOR), steps.get(baseline)
-    times = [one.step_ms for one in group if one.step_ms]
+    mine = times[name]
+    step, floor, base = (_medians(mine, times.get(each, [])) for each in (name, FLOOR, baseline))
     least = formula_bytes(CONTENDERS[name].traffic, group[0].num_params, nodes)
     needed = least * nodes / ranks
     wire = _median(one.wire_bytes for one in group)
     allowed = difference is not None and difference <= CONTENDERS[name].rtol
     return Figures(
         name,
-        step_ms=step,
-        spread_ms=max(times) - min(times) if times else None,
-        per_second=1e3 * group[0].num_units / step if step else None,
-        exposed_ms=step - floor if step and floor else None,
-        ratio=step / base if step and base else None,
+        step_ms=step[0] if step else None,
+        spread_ms=max(mine) - min(mine) if mine else None,
+        per_second=1e3 * group[0].num_units / step[0] if step else None,
+        exposed_ms=floor[0] - floor[1] if floor else None,
+        ratio=base[0] / base[1] if base else None,
         peak_bytes=max(one.peak_bytes for one in group) or None,
         rest_bytes=max(one.rest_bytes for one in group) or None,
         wire_bytes=wire,
@@ -160,6 +165,14 @@ def _furthest(curves: Sequence[Sequence[float]], middle: Sequence[float]) -> flo
     ]
     # max() forgets what is not a number.
     return math.inf if any(map(math.isnan, differences)) else max(differences)
+
+
+def _medians(mine: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
+    """Of the rounds that both ran; `None` if there are none."""
+    both = list(zip(mine, others, strict=False))
+    if not both:
+        return None
+    return statistics.median(one for one, _ in both), statistics.median(two for _, two in both)
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -40,10 +40,11 @@ class Place:
         """Ranks of all hosts."""
         return self.ranks * (self.lab.hosts if self.lab else 1)
 
-    @property
-    def interface(self) -> str:
-        """Where bytes are counted."""
-        return self.lab.interface if self.lab else "lo"
+    def interface_for(self, device: str) -> str:
+        """Where bytes are counted; empty for GPUs of one machine, which use none."""
+        if self.lab:
+            return self.lab.interface
+        return "lo" if device == "cpu" else ""
 
     def commands(self, arguments: Sequence[str]) -> list[list[str]]:
         """One torchrun for each host."""

@@ -75,7 +75,7 @@ class Gpt(LanguageModel):
 
 
 class Tiny(Gpt):
-    """0.6 M parameters: to see that everything runs, not how fast."""
+    """0.55 M parameters: to see that everything runs, not how fast."""
 
     def __init__(self) -> None:
         super().__init__(width=32, depth=2, length=16)

@@ -45,7 +45,7 @@ def save(
     dist.barrier()
     dcp.save(_state(model, optimizer) | _random_state(world), checkpoint_id=partial)
     if world.leads:
-        record = asdict(progress) | {"world_size": world.size}
+        record = asdict(progress) | {"world_size": world.size, "device": world.device.type}
         (partial / "progress.json").write_text(json.dumps(record))
         # A run that is killed while writing leaves a hidden folder, never half a checkpoint.
         shutil.rmtree(target, ignore_errors=True)
@@ -64,10 +64,10 @@ def load(
 ) -> Progress:
     """Read a checkpoint into a model and an optimizer, however they are sharded now."""
     record = json.loads((checkpoint / "progress.json").read_text())
-    same_ranks = record.pop("world_size") == world.size
+    ranks = record.pop("world_size"), record.pop("device", world.device.type)
     state = _state(model, optimizer)
-    # Random streams belong to ranks: with another number of ranks there is nothing to restore.
-    streams = _random_state(world) if same_ranks else {}
+    # Random streams belong to ranks and devices: with others there is nothing to restore.
+    streams = _random_state(world) if ranks == (world.size, world.device.type) else {}
     state |= streams
     dcp.load(state, checkpoint_id=checkpoint)
     set_state_dict(

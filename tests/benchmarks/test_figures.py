@@ -56,6 +56,17 @@ def test_another_baseline() -> None:
     assert zero3.ratio == 1
 
 
+def test_ratios_are_of_rounds_that_both_ran() -> None:
+    steps = [("compute", 100), ("zero3", 150), ("compute", 200), ("zero3", 300), ("compute", 210)]
+    _, zero3 = summarize([_outcome(*each) for each in steps], ranks=2, nodes=2)
+    assert (zero3.ratio, zero3.exposed_ms) == (1.5, 75)
+    outcomes = [_outcome(*each) for each in steps[:2]]
+    outcomes += [_outcome("compute", failure="OOM"), _outcome("zero3", 300)]
+    floor, zero3 = summarize(outcomes, ranks=2, nodes=2)
+    assert floor.failure and zero3.step_ms == 225
+    assert zero3.ratio is zero3.exposed_ms is None
+
+
 def test_ranks_of_a_node_share_its_link() -> None:
     _, zero3, _ = summarize(OUTCOMES, ranks=4, nodes=2, goodput=1e6)
     assert zero3.wire_ratio == 2

@@ -139,6 +139,7 @@ def test_nobody_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_places() -> None:
     place = Place(2, Lab(3), Path("logs"))
-    assert (place.world, place.interface) == (6, "eth0")
+    assert (place.world, place.interface_for("cuda")) == (6, "eth0")
     assert len(place.commands(["--contender=zero3"])) == 3
-    assert Place(2, None, Path("logs")).interface == "lo"
+    alone = Place(2, None, Path("logs"))
+    assert (alone.interface_for("cpu"), alone.interface_for("cuda")) == ("lo", "")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
+from benchmarks import plan
 from benchmarks.compare.zoo import MODELS, batches, build
 
 SIZES = {"gpt": 27.3, "tiny": 0.55, "llama": 19.7, "t5": 22.8, "cnn": 20.7, "large": 93.4}
@@ -30,3 +33,11 @@ def test_seeds() -> None:
     assert torch.equal(first[0], batches(two, 0, 1)[0][0])
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[0], other[0])
+
+
+def test_cases_of_the_plan_are_looked_at_before_the_machine() -> None:
+    for text in plan.CASES:
+        assert plan._known(text) == text
+    for wrong in ("foo:1", "gpt", "gpt:4", "gpt:x", "gpt:1:foo", "gpt:1:int8", "gpt:1:nn"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no case; models: gpt"):
+            plan._known(wrong)
