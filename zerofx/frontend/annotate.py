@@ -102,8 +102,8 @@ def _prefixes(readers: Iterable[Session], others: Iterable[Session]) -> dict[Ses
     out: dict[Session, str] = {}
     for session, _ in votes.most_common():
         kind = type(session.root()).__name__
-        others = sum(prefix.rstrip("0123456789#.") == kind for prefix in out.values())
-        out[session] = f"{kind}#{others + 1}." if others else f"{kind}."
+        alike = sum(prefix.rstrip("0123456789#.") == kind for prefix in out.values())
+        out[session] = f"{kind}#{alike + 1}." if alike else f"{kind}."
     return out
 
 
