@@ -20,12 +20,15 @@ SEED = 3
 
 
 class Everything(nn.Module):
-    """Uneven shards, tied and replicated parameters, buffers, a constant, dropout."""
+    """Uneven shards, tied and replicated parameters, buffers, a constant, dropout.
+
+    Modules are called as functions of `plain_ops` end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
-        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
+        self.start, self.wait = nn.Linear(6, 7), nn.Linear(7, 6)
         self.norm = nn.LayerNorm(6)
         self.batch: nn.Module = nn.BatchNorm1d(6)
         self.scale = nn.Parameter(torch.tensor(0.5))
@@ -33,7 +36,7 @@ class Everything(nn.Module):
     def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
         factors = torch.tensor([0.5, 1.0, 1.5, -1.0, 0.1, 3.0], dtype=self.scale.dtype)
         x = self.embed(tokens) * factors
-        x = x + self.down(torch.dropout(self.up(self.norm(x)).relu(), 0.3, self.training))
+        x = x + self.wait(torch.dropout(self.start(self.norm(x)).relu(), 0.3, self.training))
         # Its kernel gives transposed values other strides than tracing does: no view joins them.
         x = self.batch(x.unflatten(0, (2, 4)).mT).mT.flatten(0, 1)
         logits = x @ self.embed.weight.t() * self.scale

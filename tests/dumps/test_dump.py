@@ -91,8 +91,8 @@ def test_report_lists_what_ran(runs: tuple[Path, Path, Path, str]) -> None:
     assert schedule["options"] == {"prefetch_bytes": 0}
     assert schedule["plan"]["cuts"] and "over the budget" in schedule["plan"]["reasons"][0][1]
     inputs = {each["name"]: each for each in forward["inputs"]}
-    weight = {"role": "shard", "param": "up.weight", "dtype": "float32", "shape": [4, 6]}
-    assert inputs["shard.up.weight"] == {"name": "shard.up.weight", **weight}
+    weight = {"role": "shard", "param": "start.weight", "dtype": "float32", "shape": [4, 6]}
+    assert inputs["shard.start.weight"] == {"name": "shard.start.weight", **weight}
     assert inputs["buffer.batch.running_mean"]["role"] == "buffer"
     assert "input.0" in inputs and "saved.0" in {each["name"] for each in backward["inputs"]}
 
@@ -100,7 +100,13 @@ def test_report_lists_what_ran(runs: tuple[Path, Path, Path, str]) -> None:
 def test_report_adds_up(runs: tuple[Path, Path, Path, str]) -> None:
     report = _report(runs)
     _, forward, backward = report["programs"]
-    numel = {"embed.weight": 66, "up.weight": 42, "up.bias": 7, "down.weight": 42, "down.bias": 6}
+    numel = {
+        "embed.weight": 66,
+        "start.weight": 42,
+        "start.bias": 7,
+        "wait.weight": 42,
+        "wait.bias": 6,
+    }
     numel |= dict.fromkeys(("norm.weight", "norm.bias", "batch.weight", "batch.bias"), 6)
     reduced: dict[str, int] = {}
     for each in (forward, backward):
@@ -165,7 +171,7 @@ def test_torch_logs_shows_programs_and_what_passes_changed(
 ) -> None:
     log = runs[3]
     assert "graph 0: forward program: 7 passes" in log
-    assert "forward after 003_insert_frees" in log and "+free(full.up.weight" in log
+    assert "forward after 003_insert_frees" in log and "+free(full.start.weight" in log
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,7 @@ _COMMUNICATION = (
     plain_codes.reduce_codes,
 )
 _OWN = r"zerofx_frontend_plain_(?:ops|codes)_"
+_TAKEN = vars(plain_ops).keys() | vars(plain_codes).keys()
 _KERNEL_NAMES = """from zerofx.ir.kernels import Pack, Repack, Unpack
 from zerofx.ir.parcels import Codec, Member, Parcels
 """
@@ -138,6 +139,7 @@ class _PlainGraph:
 
     def _copy(self, node: fx.Node, printed: str) -> None:
         name = re.sub(r"\W", "_", printed.replace("%", "v"))
+        name += "_" * (name in _TAKEN)  # the gather of a module `start` hides no function
         target, args, kwargs = cast(Any, node.target), node.args, node.kwargs
         if node.op == "call_function" and target in _NUM_ARGUMENTS:
             target, args = self._communication(node)
@@ -225,8 +227,7 @@ class _PlainGraph:
         if not gathers:
             return plain_codes.reduce_codes, (node.args[0], self._layout(node.args[2]), kernels)
         sizes = [wait.args[2] for wait in ops.waits_of(node)]
-        layout = self._layout(node.args[1])
-        return plain_codes.unshard_codes, (node.args[0], sizes, layout, kernels)
+        return plain_codes.unshard_codes, (node.args[0], sizes, self._layout(node.args[1]), kernels)
 
     def _layout(self, handle: Any) -> fx.Node:
         if handle not in self._layouts:
