@@ -203,11 +203,13 @@ class _Reads(nn.Module):
         return x @ self.weight * self.rates[2]
 
 
-def test_constructors_that_read_and_models_that_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_constructors_that_read_and_cast_and_models_that_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made: list[_Reads] = []
 
     def build() -> nn.Module:
-        made.append(_Reads())
+        made.append(_Reads().to(torch.bfloat16).float())
         return made[-1]
 
     rehearsal = rehearse_model(build, lambda: ((torch.zeros(2, 4),), {}), "eager")

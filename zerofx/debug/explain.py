@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -71,7 +72,8 @@ def explain(
         machine = machine.with_link(_link(link, machine.link))
     refuse_shared_sequences(config, "explain", "leave it out, or explain a script that asks for it")
     setting = Setting(config, world_size, machine, memory_bytes)
-    return explain_model(unwrap_compiled(model), inputs, dict(named or {}), setting)
+    with torch.inference_mode(False), torch.enable_grad():  # as it trains, whoever asks
+        return explain_model(unwrap_compiled(model), inputs, dict(named or {}), setting)
 
 
 def _num_ranks(config: ZeroConfig) -> int:

@@ -1,7 +1,8 @@
 """Constructors on fake tensors, which have no values: what they read is known all the same.
 
 `trunc_normal_` asks whether a draw is to be repeated, and stochastic depth takes its rates from a
-`linspace`, number by number.
+`linspace`, number by number. And what others remember of parameters keeps a constructor from
+casting or moving them.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zerofx.torch_private import DispatchMode, init_that_asks, with_values
+from zerofx.torch_private import DispatchMode, forget_results, init_that_asks, with_values
 
 _RANGES = (torch.ops.aten.arange, torch.ops.aten.linspace, torch.ops.aten.logspace)
 _MOST_VALUES = 4096
 
 
 def construct(build: Callable[[], nn.Module]) -> nn.Module:
-    """`build()` in the fake mode that is on, where it would fail for want of values.
+    """`build()` in the fake mode that is on, where it would fail by itself.
 
     Raises:
         DataDependentOutputException: a constructor reads a value that is drawn or computed.
     """
-    with _NothingDrawn(), _RangesHaveValues():
+    with _ParametersCanBeCast(), _NothingDrawn(), _RangesHaveValues():
         return build()
 
 
@@ -36,6 +37,17 @@ class _NothingDrawn(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return init_that_asks(func) is not None or func(*args, **(kwargs or {}))
+
+
+class _ParametersCanBeCast(TorchFunctionMode):
+    """`model.to(dtype)` finds no weak references to the parameters that it swaps."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        forget_results(result)
+        return result
 
 
 class _RangesHaveValues(DispatchMode):

@@ -204,6 +204,15 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def forget_results(value: Any) -> None:
+    """Let nothing but its owners know a fake tensor, nor any other that its mode made.
+
+    The mode remembers by weak references; `Module.to` and its like swap tensors without any alone.
+    """
+    if isinstance(value, FakeTensor):
+        value.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
 def with_values(fake: FakeTensor, compute: Callable[[], Tensor]) -> Tensor:
     """A fake tensor like `fake` that knows its values; single ones may be read.
 
