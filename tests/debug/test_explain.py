@@ -74,6 +74,8 @@ def test_figures_agree_with_each_other() -> None:
     outcome, collectives = found.outcome, found.collectives
     assert sum(each.wire_bytes for each in collectives) == outcome.sent_bytes
     assert len(collectives) == outcome.num_collectives
+    with torch.inference_mode():
+        assert explained.__wrapped__().outcome == outcome
     assert sum(each.exposed for each in collectives) == pytest.approx(outcome.times.exposed)
     for each in collectives:
         assert 0 <= each.exposed <= each.seconds and each.hidden >= 0
