@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.gpt import Gpt
 from tests.logs import heard
@@ -95,3 +96,24 @@ def _refused() -> None:
 
 def test_options_of_some_stages_only_are_refused() -> None:
     run_ranks(2, _refused)
+
+
+def _evaluated() -> list[int]:
+    from zerofx.sharding.shard import session_of
+
+    stages = []
+    for memory in (1 << 40, 1):
+        torch.manual_seed(0)
+        teacher = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).requires_grad_(False)
+        x = torch.randn(2, 64)
+        expected = teacher(x)
+        options = {**EAGER, "device_memory": memory}
+        assert torch.equal(torch.compile(teacher, backend="zero", options=options)(x), expected)
+        session = session_of(teacher)
+        assert session is not None
+        stages.append(session.config.stage)
+    return stages
+
+
+def test_models_without_a_backward() -> None:
+    assert run_ranks(2, _evaluated) == [[0, 3]] * 2

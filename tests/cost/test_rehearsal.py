@@ -118,7 +118,7 @@ def test_a_selective_checkpoint_keeps_what_its_policy_says(
     module, values = dynamo_graph(model, inputs, {})
     rehearsal = rehearse_graph(module, values, model, inner="eager")
     real, _ = capture_programs(model, inputs, 3, monkeypatch)
-    for backward in (rehearsal.backward, real[Region.BACKWARD]):
+    for backward in (rehearsal.halves(ZeroConfig(), 2)[1], real[Region.BACKWARD]):
         assert not backward.calls(torch.ops.aten.addmm.default)
         assert backward.calls(torch.ops.aten.tanh.default)
 
@@ -241,3 +241,17 @@ def test_gathered_values_count_in_the_dtype_in_which_they_lie() -> None:
     gathered = live_bytes(forward, ways, fused=False).live[:, 3]
     assert gathered.max() == peak_full_bytes(forward)
     assert live_bytes(backward, ways, fused=False, before=held).live[-1, 3] == 0
+
+
+def test_only_stage_3_gathers_in_the_dtype_of_autocast(
+    first_of_four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = _Lower(), (torch.zeros(2, 64),)
+    module, values = dynamo_graph(model, inputs, {})
+    rehearsal = rehearse_graph(module, values, model, inner="eager")
+    cases: Any = [(3, ()), (1, ()), (3, ("cast_before_gather",))]
+    for stage, left in cases:
+        config = ZeroConfig(stage=stage, inner="eager", min_shard_numel=0, disable=left)
+        real, _ = capture_programs(copy.deepcopy(model), inputs, stage, monkeypatch, disable=left)
+        for program in rehearsal.programs(config, WORLD):
+            assert _lines(program) == _lines(real[program.region])

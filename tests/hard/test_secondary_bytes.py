@@ -18,7 +18,7 @@ from tests.hard.wire import Wire, watched
 from tests.ranks import run_ranks
 from zerofx.cost.memory import FP32_ADAM, states
 from zerofx.errors import ConfigError, UnsupportedError
-from zerofx.frontend.rehearsal import describe_params, lay_out
+from zerofx.frontend.layouts import describe_params, lay_out
 from zerofx.runtime.collectives import all_gather
 from zerofx.runtime.secondary import node_comm
 from zerofx.sharding.shard import session_of

@@ -16,7 +16,7 @@ from tests.integrations.examples import BASE, nested
 from tests.integrations.loops import full
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError, UnsupportedError
-from zerofx.frontend.rehearsal import describe_params, lay_out
+from zerofx.frontend.layouts import describe_params, lay_out
 from zerofx.integrations.deepspeed.recipe import Recipe
 
 _ADAM = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01, "bias_correction": False}}

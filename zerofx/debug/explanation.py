@@ -195,7 +195,7 @@ def explanation_of(
     say("running the passes")
     training = [each for each in records if each.rehearsal is not None]
     rehearsals = [each.rehearsal for each in training if each.rehearsal is not None]
-    told = [Texts(dict(each.after), dict(each.reports)) for each in training]
+    told = [Texts() for _ in training]
     programs = programs_of(rehearsals, setting, told)
     outcome = outcome_of(programs, rehearsals, setting)
     texts: dict[str, dict[str, str]] = {}
@@ -260,9 +260,7 @@ def _rehearsed(traced: _Traced, config: ZeroConfig) -> list[GraphRecord]:
         if trains and any(id(value) in known for value in values):
             cast, inner, often = config.param_dtype, config.inner, max(1, runs)
             record.rehearsal = dataclasses.replace(
-                rehearse_graph(
-                    module, values, traced.model, inner=inner, cast=cast, watcher=record
-                ),
+                rehearse_graph(module, values, traced.model, inner=inner, cast=cast),
                 runs=float(often * config.accumulate),
                 nested=often,
             )

@@ -11,7 +11,9 @@ from torch import fx
 from zerofx.debug.captured import Break, Captured, recompiles
 from zerofx.frontend.dump import Finished
 from zerofx.frontend.joint import copy_module
-from zerofx.frontend.rehearsal import Rehearsal, buffer_bytes
+from zerofx.frontend.layouts import buffer_bytes
+from zerofx.frontend.partition import Traced
+from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec
 from zerofx.runtime.session import Session
@@ -43,7 +45,7 @@ class Texts:
         self.reports[done.region] = next(e for e in entries if e["region"] == done.region)
 
 
-class GraphRecord(Texts):
+class GraphRecord:
     """One Dynamo graph.
 
     Attributes:
@@ -51,13 +53,12 @@ class GraphRecord(Texts):
         session: the sharded model that it belongs to, if it does.
         num_ops: operations in Dynamo's graph.
         ended: Dynamo's words and the user's frames where it breaks; no words if it does not.
-        rehearsal: its programs before their own passes; `None` without a backward.
+        rehearsal: its program before any pass; `None` without a backward.
         runs: how often its forward ran.
         nested: most of these runs before a backward of the model.
     """
 
     def __init__(self, module: fx.GraphModule, session: Session | None = None) -> None:
-        super().__init__()
         self.frame = frame_being_compiled()
         self.num_ops = sum(n.op.startswith("call_") for n in module.graph.nodes)
         self.ended = why_graph_ended(module)
@@ -82,19 +83,21 @@ class GraphRecord(Texts):
         if mine is None or theirs is None or self.frame != other.frame:
             return False
         same_model = self.session is other.session
-        return same_model and mine.forward.params.keys() == theirs.forward.params.keys()
+        reads = [each.traced.program.params.keys() for each in (mine, theirs)]
+        return same_model and reads[0] == reads[1]
 
-    def cut(self, forward: Program, backward: Program) -> None:
-        """Keep copies of both halves."""
+    def traced(self, traced: Traced) -> None:
+        """Keep a copy."""
         session = self.session
         if session is None or not session.states:
             return
         params = tuple(state.spec for state in session.states)
         root = session.root()
+        program = traced.program
+        copied = dataclasses.replace(program, module=copy_module(program.module))
         self.rehearsal = Rehearsal(
-            _copied(forward),
-            _copied(backward),
-            _with(params, forward, backward),
+            dataclasses.replace(traced, program=copied),
+            _with(params, program),
             buffer_bytes(root) if root else 0,
             session.device,
             session.config.inner,
@@ -198,12 +201,7 @@ def captured_of(
     )
 
 
-def _copied(program: Program) -> Program:
-    return dataclasses.replace(program, module=copy_module(program.module))
-
-
-def _with(params: Sequence[ParamSpec], *programs: Program) -> tuple[ParamSpec, ...]:
+def _with(params: Sequence[ParamSpec], program: Program) -> tuple[ParamSpec, ...]:
     """All parameters of a model; names of programs that read several models are longer."""
-    named = {spec.name: spec for spec in params}
-    used = {name: spec for program in programs for name, spec in program.params.items()}
-    return tuple(named.values()) if used.keys() <= named.keys() else tuple(used.values())
+    known = program.params.keys() <= {spec.name for spec in params}
+    return tuple(params) if known else tuple(program.params.values())

@@ -17,30 +17,23 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.aliases import views_outside
-from zerofx.frontend.annotate import GraphInputs, annotate, annotate_saved
+from zerofx.frontend.annotate import GraphInputs, annotate
 from zerofx.frontend.bodies import write_out_regions
 from zerofx.frontend.dump import Dump, dump_for
 from zerofx.frontend.dump_place import place_of
 from zerofx.frontend.inner import SegmentCompiler
-from zerofx.frontend.joint import cut_apart
-from zerofx.frontend.kept_reads import copies_kept, keep_reads
+from zerofx.frontend.joint import trace_only
+from zerofx.frontend.kept_reads import copies_kept
 from zerofx.frontend.lower import lower
 from zerofx.frontend.measure import Stopwatch
-from zerofx.frontend.partition import (
-    order_opaque_values,
-    recompute_parameter_values,
-    reduce_in_backward,
-    repeat_constants,
-)
+from zerofx.frontend.partition import Traced, repeat_constants
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.quantize import kernels_of
 from zerofx.frontend.reads import read_whole, refuse_uses, returned
 from zerofx.frontend.shards import take_shards
 from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import decided, dumps, loads, weigh
-from zerofx.ir.cut import gradient_owners, verify_cut
 from zerofx.ir.facts import facts
-from zerofx.ir.meaning import Meanings
 from zerofx.ir.ops import UNSHARD
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
@@ -55,7 +48,6 @@ from zerofx.sequence.marks import refuse_other_samples, sequences, set_part
 from zerofx.torch_private import (
     DynamoStartsAgain,
     inductor_joint_passes,
-    min_cut,
     name_of,
     trace_and_compile,
 )
@@ -102,10 +94,9 @@ class Capture:
 
     def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile `module`; its backward is lowered at the first backward."""
-        readers = [self._watcher] if self._watcher else []
         place = place_of(self.config.dump, self.config.mesh)
         take = place.take_number
-        self._dump = dump_for(place.written, take, self.passes, self._setting, readers)
+        self._dump = dump_for(place.written, take, self.passes, self._setting)
         try:
             return self._compile(module, example_inputs)
         except DynamoStartsAgain:
@@ -170,24 +161,31 @@ class Capture:
         # Gradients in a dtype of their own are wrapped as if they had their parameter's.
         return {} if self.config.grad_dtype is not None else self.inputs.params
 
-    def cut(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Program, Program]:
-        """Forward and backward before the passes of their own; nothing is compiled or kept.
+    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Traced:
+        """The graph before any pass; nothing is compiled or kept.
 
         Args:
             module: Dynamo's graph, with markers where it reads parameters.
             inputs: its inputs, of which only shapes count.
         """
-        if self._watcher is not None:  # nobody else is told of a rehearsal
-            self._dump = Dump(0, self.passes, [self._watcher], self._setting)
         inductor = self.config.inner == "inductor"
-        halves = cut_apart(module, inputs, self._partition, inductor=inductor)
-        regions = (Region.FORWARD, Region.BACKWARD)
-        forward, backward = map(self._program, halves, regions)
-        return forward, backward
+        return trace_only(module, inputs, self._joint, self._evaluated, inductor=inductor)
 
     def _partition(
-        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+        self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        traced = self._joint(joint, joint_inputs, **options)
+        if self._watcher is not None:
+            self._watcher.traced(traced)
+        whole = self._run(joint, Region.JOINT)
+        forward, backward = traced.cut(whole, verify=self.config.verify and bool(self.passes))
+        self._gradients_of, self._read_later = backward.gradients_of, forward.read_later
+        self._weigh(forward, backward)
+        return forward.module, backward.module
+
+    def _joint(
+        self, joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> Traced:
         if self.config.inner == "inductor":
             with copies_kept(joint.graph, self.inputs.kept):
                 inductor_joint_passes(joint)
@@ -196,38 +194,20 @@ class Capture:
                 session.scales_losses = True
         self._num_user_outputs = num_fwd_outputs
         self._params = annotate(joint.graph, self.inputs)
-        whole = self._run(joint, Region.JOINT)
-        meant = Meanings(whole) if self.config.verify and self.passes else None
-        recompute_parameter_values(joint.graph)
-        keep_reads(joint.graph, self.inputs.kept)
-        reduce_in_backward(joint.graph)
-        forward, backward = min_cut(joint, joint_inputs, num_fwd_outputs, options)
-        order_opaque_values(forward, backward, num_fwd_outputs)
-        repeat_constants(forward.graph)
-        repeat_constants(backward.graph)
-        self._gradients_of = gradient_owners(whole)
-        if meant is not None:
-            halves = (
-                self._program(forward, Region.FORWARD),
-                self._program(backward, Region.BACKWARD),
-            )
-            verify_cut(whole, *halves, meant)
-        annotate_saved(forward.graph, backward.graph, num_fwd_outputs)
-        later = self._program(backward, Region.BACKWARD)
-        self._read_later = frozenset(facts(node).param for node in later.calls(UNSHARD))
-        if self._watcher is not None:
-            self._watcher.cut(self._program(forward, Region.FORWARD), later)
-        self._weigh(self._program(forward, Region.FORWARD), later)
-        return forward, backward
+        program = self._program(joint, Region.JOINT)
+        return Traced(program, self.inputs.kept, inputs, options)
 
     def _inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._weigh(self._evaluated(module).program)
+        return self._lower(module, Region.INFERENCE)
+
+    def _evaluated(self, module: fx.GraphModule) -> Traced:
         if self.config.inner == "inductor":
             inductor_joint_passes(module)
         repeat_constants(module.graph)
         self._params = annotate(module.graph, self.inputs)
         self._num_user_outputs = len(self._program(module, Region.INFERENCE).outputs)
-        self._weigh(self._program(module, Region.INFERENCE))
-        return self._lower(module, Region.INFERENCE)
+        return Traced(self._program(module, Region.INFERENCE))
 
     def _weigh(self, *programs: Program) -> None:
         """With `quantize="auto"`, learn whether codes pay: what rank 0 found for its sizes."""

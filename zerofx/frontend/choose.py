@@ -73,7 +73,7 @@ def choose_stage(
         offers = [json.loads(text) for text in arrivals.all_say()]
         room = least_memory(offers, given=config.device_memory is not None)
         with torch.inference_mode(False), torch.enable_grad():  # one may evaluate first
-            how = {"inner": config.inner, "cast": config.param_dtype}
+            how = {"inner": config.inner, "cast": config.param_dtype, "evaluated": True}
             rehearsal = rehearse_graph(module, inputs, root, **how)
         stage = _decide(rehearsal, config, room)
     except Exception as error:

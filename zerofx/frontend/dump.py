@@ -153,7 +153,6 @@ def dump_for(
     number: Callable[[], int],
     passes: Sequence[Pass],
     setting: Setting,
-    readers: Sequence[Reader] = (),
 ) -> Dump | None:
     """The observer for whoever wants to know; `None` if nobody does.
 
@@ -162,12 +161,11 @@ def dump_for(
         number: gives the graph its number, if somebody wants to know.
         passes: the pipeline.
         setting: where the programs run.
-        readers: who else wants to know.
 
     Raises:
         ConfigError: nothing can be written into the folder.
     """
-    told = list(readers)
+    told = list[Reader]()
     if is_tracing():
         told.append(_Trace())
     if _log.isEnabledFor(logging.INFO):

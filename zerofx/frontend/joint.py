@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from traceback import FrameSummary
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,8 +23,7 @@ from zerofx.torch_private import (
     where_dynamo_stopped,
 )
 
-Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
-"""A partition function of AOTAutograd."""
+T = TypeVar("T")
 
 DynamoGraph = tuple[fx.GraphModule, list[Any]]
 """A graph, and its inputs."""
@@ -52,12 +51,12 @@ class Call:
         return "" if self.error is None else _reason(self.error)
 
 
-class _Cut(Exception):
-    """Carries the two halves out of AOTAutograd before anything is compiled."""
+class _Traced(Exception):
+    """Carries what was traced out of AOTAutograd before anything is compiled."""
 
-    def __init__(self, halves: tuple[fx.GraphModule, fx.GraphModule]) -> None:
-        super().__init__("cut")
-        self.halves = halves
+    def __init__(self, result: Any) -> None:
+        super().__init__("traced")
+        self.result = result
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
@@ -133,13 +132,25 @@ def _call(
     return call
 
 
-def cut_apart(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, *, inductor: bool
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a Dynamo graph, traced on fake copies of its inputs.
+def trace_only(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    joint: Callable[..., T],
+    inference: Callable[[fx.GraphModule], T],
+    *,
+    inductor: bool,
+) -> T:
+    """Trace a Dynamo graph on fake copies of its inputs.
 
-    Raises:
-        UnsupportedError: nothing in it is trainable.
+    Args:
+        module: the graph.
+        inputs: its inputs, of which only shapes count.
+        joint: is given the joint graph, as partition functions of AOTAutograd are.
+        inference: is given the graph if it has no backward.
+        inductor: whether it will be compiled by Inductor.
+
+    Returns:
+        What the function that was called did.
     """
     mode = fake_mode()
     fakes = concrete_copy(list(inputs), mode)
@@ -147,14 +158,17 @@ def cut_apart(
         if isinstance(value, Tensor):
             fake.requires_grad_(value.requires_grad)
 
-    def carry_out(*args: Any, **kwargs: Any) -> NoReturn:
-        raise _Cut(partition(*args, **kwargs))
+    def trained(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Traced(joint(*args, **kwargs))
+
+    def evaluated(traced: fx.GraphModule, _: Any) -> NoReturn:
+        raise _Traced(inference(traced))
 
     try:
-        trace_apart(module, fakes, mode, inductor=inductor, partition=carry_out)
-    except _Cut as cut:
-        return cut.halves
-    raise UnsupportedError("the model has no backward", "leave some parameters trainable")
+        trace_apart(module, fakes, mode, inductor=inductor, partition=trained, inference=evaluated)
+    except _Traced as traced:
+        return traced.result
+    raise AssertionError("AOTAutograd traced nothing")
 
 
 def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:

@@ -6,13 +6,70 @@ parameters alone are recomputed in backward, so that forward saves shards, never
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
 from torch import Tensor, fx
 
+from zerofx.frontend.annotate import annotate_saved
+from zerofx.frontend.kept_reads import keep_reads
+from zerofx.ir.cut import gradient_owners, verify_cut
 from zerofx.ir.facts import Role, facts
+from zerofx.ir.meaning import Meanings
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
+from zerofx.ir.program import Program
 from zerofx.ir.return_rules import is_large
+from zerofx.ir.spec import Region
 from zerofx.ir.view import is_impure, is_symbol
-from zerofx.torch_private import is_tangent, must_recompute_tag
+from zerofx.torch_private import is_tangent, min_cut, must_recompute_tag
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A graph as AOTAutograd traced it, before any pass.
+
+    Attributes:
+        program: joint; or inference, of a graph without a backward, which is never cut.
+        kept: positions of buffers of sharded models among the inputs of Dynamo's graph.
+        inputs: of the joint graph.
+        options: for torch's partitioner.
+    """
+
+    program: Program
+    kept: Collection[int] = ()
+    inputs: Any = ()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def cut(self, whole: Program, *, verify: bool = False) -> tuple[Program, Program]:
+        """Forward and backward, before the passes of their own.
+
+        Args:
+            whole: `program`, or a copy of it, after the passes of the joint graph; it changes.
+            verify: compare what the halves compute with what it does.
+
+        Raises:
+            VerificationError: they compute something else.
+        """
+        graph, number = whole.graph, whole.num_user_outputs
+        meant = Meanings(whole) if verify else None
+        recompute_parameter_values(graph)
+        keep_reads(graph, self.kept)
+        reduce_in_backward(graph)
+        halves = min_cut(whole.module, self.inputs, number, self.options)
+        order_opaque_values(*halves, number)
+        repeat_constants(halves[0].graph)
+        repeat_constants(halves[1].graph)
+        owners = gradient_owners(whole)
+        forward = dataclasses.replace(whole, region=Region.FORWARD, module=halves[0])
+        backward = dataclasses.replace(
+            whole, region=Region.BACKWARD, module=halves[1], gradients_of=owners
+        )
+        if meant is not None:
+            verify_cut(whole, forward, backward, meant)
+        annotate_saved(forward.graph, backward.graph, number)
+        later = frozenset(facts(node).param for node in backward.calls(UNSHARD))
+        return dataclasses.replace(forward, read_later=later), backward
 
 
 def recompute_parameter_values(graph: fx.Graph) -> list[fx.Node]:

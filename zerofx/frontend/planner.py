@@ -24,13 +24,8 @@ from zerofx.cost.memory import Precision
 from zerofx.cost.surface import peak_expression
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.constructors import construct
-from zerofx.frontend.rehearsal import (
-    Rehearsal,
-    buffer_bytes,
-    describe_params,
-    lay_out,
-    rehearse_model,
-)
+from zerofx.frontend.layouts import buffer_bytes, describe_params, lay_out
+from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.views import Times, Traffic, View, grow, look, total_of

@@ -1,14 +1,15 @@
 """The real pipeline without ranks: a model's programs for any stage and any number of ranks.
 
-A model is traced and cut once, on fake tensors: parameters stand for shards of unknown owners, so
-nothing depends on a stage or a process group, and no memory is taken. For each stage and world size
-the two halves are copied and go through the passes that `Capture` would run.
+A model is traced once, on fake tensors: parameters stand for shards of unknown owners, so nothing
+depends on a stage or a process group, and no memory is taken. For each stage and world size a copy
+goes through the passes that `Capture` would run; where those of the joint graph are the same, it is
+cut once for all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,41 +17,33 @@ from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
 from zerofx.cost.machine import Machine, machine_of
-from zerofx.frontend.annotate import GraphInputs, owners_in
+from zerofx.errors import UnsupportedError
+from zerofx.frontend.annotate import GraphInputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.constructors import construct
 from zerofx.frontend.dump import Dump, Reader
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
+from zerofx.frontend.layouts import WHOLE, buffer_bytes, describe_params, lay_out
+from zerofx.frontend.partition import Traced
 from zerofx.frontend.predict import Setting
 from zerofx.frontend.reads import read_plain
-from zerofx.frontend.watch import GraphWatcher
 from zerofx.frontend.weigh import Weighing, decided, weigh
 from zerofx.ir.facts import facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
-from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
-from zerofx.ir.spec import Layout, ParamSpec
-from zerofx.passes.base import run_passes
+from zerofx.ir.spec import ParamSpec, Region
+from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.pipelines import pipeline
-from zerofx.passes.quantize import why_exact
-from zerofx.runtime.axes import layouts_of, replicas_of
-from zerofx.runtime.comm import node_size_of
-from zerofx.runtime.secondary import check_nodes
-from zerofx.sharding.casts import param_dtypes
-from zerofx.torch_private import fake_mode
-
-_WHOLE, _SHARDED = 1, 2
-"""Handles of the layouts, which nobody opens."""
+from zerofx.torch_private import as_traced, fake_mode
 
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """A traced model, cut into forward and backward.
+    """A traced model, which each configuration cuts into forward and backward.
 
     Attributes:
-        forward: program before any pass but those of the joint graph.
-        backward: likewise.
+        traced: before any pass.
         params: all parameters of the model; layouts are those of one rank.
         buffer_bytes: of all buffers of the model.
         device: of the parameters.
@@ -59,14 +52,14 @@ class Rehearsal:
         nested: how many of these runs precede their backward.
     """
 
-    forward: Program
-    backward: Program
+    traced: Traced
     params: tuple[ParamSpec, ...]
     buffer_bytes: int
     device: torch.device
     inner: Inner
     runs: float = 1.0
     nested: int = 1
+    _cuts: list[Any] = dataclasses.field(default_factory=list[Any], repr=False, compare=False)
 
     def programs(
         self,
@@ -91,13 +84,9 @@ class Rehearsal:
         passes = decided(pipeline(config, machine.most_bucket_bytes), weighing)
         setting = Setting(machine, num_ranks, self.inner == "inductor")
         dump = Dump(0, passes, readers, setting) if readers else None
-        made = self.halves(config, num_ranks)
+        made = self.halves(config, num_ranks, dump)
         for program in made:
-            if dump is not None:
-                dump.begin(program)
-            run_passes(program, passes, check=False, observer=dump)
-            if dump is not None:
-                dump.end(program)
+            _run(program, passes, dump)
         return made
 
     def weighed(self, config: ZeroConfig, num_ranks: int, machine: Machine) -> Weighing:
@@ -108,86 +97,32 @@ class Rehearsal:
         passes = pipeline(config, machine.most_bucket_bytes)
         return weigh(passes, halves, machine, fused=self.inner == "inductor")
 
-    def halves(self, config: ZeroConfig, num_ranks: int) -> tuple[Program, Program]:
-        """Forward and backward before their passes."""
+    def halves(
+        self, config: ZeroConfig, num_ranks: int, dump: Dump | None = None
+    ) -> tuple[Program, Program]:
+        """Forward and backward before the passes of their own; `dump` is told of the joint ones."""
         params = {spec.name: spec for spec in lay_out(self.params, config, num_ranks)}
-        made: list[Program] = []
-        for half in (self.forward, self.backward):
-            used = {name: params[name] for name in half.params}
-            module = copy_module(half.module)
-            _relay(module, used)
-            made.append(dataclasses.replace(half, module=module, params=used, stage=config.stage))
-        return made[0], made[1]
+        forward, backward = self._cut(config, params, dump)
+        return _laid(forward, params, config.stage), _laid(backward, params, config.stage)
 
-
-def lay_out(
-    params: Iterable[ParamSpec], config: ZeroConfig, num_ranks: int, *, codes_are_kept: bool = True
-) -> list[ParamSpec]:
-    """Parameters as `config` lays them out.
-
-    Args:
-        params: of the model.
-        config: stage and options.
-        num_ranks: W.
-        codes_are_kept: with `secondary_shards="codes"`, whether there are any: `quantize="auto"`
-            may have found that numbers travel.
-
-    Raises:
-        UnsupportedError: the replicas do not divide the ranks, or secondary shards could not serve.
-    """
-    sharded, whole = _layouts(config, num_ranks)
-    params = tuple(params)
-    least = config.least_sharded(spec.numel for spec in params)
-    laid = [
-        dataclasses.replace(
-            spec,
-            layout=sharded if spec.shape and spec.numel >= least and sharded.sharded else whole,
-        )
-        for spec in params
-    ]
-    if not (codes_are_kept and sharded.secondary_codes) or config.weight_codec is None:
-        return laid
-    codec = Codec.parse(config.weight_codec)
-    return [
-        dataclasses.replace(spec, secondary_codec=codec.name)
-        if not why_exact(spec, [codec], config.quantize_exact)
-        else spec
-        for spec in laid
-    ]
-
-
-def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[ParamSpec, ...]:
-    """The parameters of a plain model, in registration order.
-
-    Args:
-        model: the model.
-        cast: what the option `param_dtype` asks for.
-    """
-    alone = Layout(_SHARDED, 2, 1, resident=False)
-    owners = owners_in([model])
-    dtypes = param_dtypes(model, cast)
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return tuple(
-        ParamSpec(
-            names[id(param)][0],
-            index,
-            param.shape,
-            param.dtype,
-            param.requires_grad,
-            alone,
-            tuple(names[id(param)][1:]),
-            param_dtype=dtypes[id(param)],
-            owners=owners.get(id(param), ()),
-        )
-        for index, param in enumerate(model.parameters())
-    )
-
-
-def buffer_bytes(model: nn.Module) -> int:
-    """Memory of all buffers of a model."""
-    return sum(buffer.numel() * buffer.dtype.itemsize for buffer in model.buffers())
+    def _cut(
+        self, config: ZeroConfig, params: Mapping[str, ParamSpec], dump: Dump | None
+    ) -> tuple[Program, Program]:
+        """The halves for any configuration with these passes of the joint graph."""
+        whole = self.traced.program
+        if whole.region is Region.INFERENCE:
+            return whole, _nothing(whole)
+        passes = [each for each in pipeline(config) if Region.JOINT in each.regions]
+        gathered = {name for name in whole.params if params[name].layout.temporary}
+        for *known, halves in self._cuts:
+            if known == [passes, gathered] and dump is None:
+                return halves
+        joint = _laid(whole, params, config.stage)
+        _run(joint, passes, dump)
+        with as_traced(joint.graph):
+            halves = self.traced.cut(joint)
+        self._cuts.append((passes, gathered, halves))
+        return halves
 
 
 def rehearse_model(
@@ -221,7 +156,7 @@ def rehearse_graph(
     *,
     inner: Inner,
     cast: torch.dtype | None = None,
-    watcher: GraphWatcher | None = None,
+    evaluated: bool = False,
 ) -> Rehearsal:
     """Trace Dynamo's graph of a plain model on fake tensors; the graph is left as it is.
 
@@ -231,21 +166,50 @@ def rehearse_graph(
         root: the model that owns the parameters.
         inner: `inductor` or `eager`.
         cast: dtype of full values and of floating-point inputs, as `param_dtype` asks for.
-        watcher: is told of the programs.
+        evaluated: take a graph without a backward, too: what runs in its place is empty.
+
+    Raises:
+        UnsupportedError: there is no backward, and `evaluated` is not set.
     """
     specs = describe_params(root, cast)
     spec_of = dict(zip(map(id, root.parameters()), specs, strict=True))
     params = {place: spec_of[id(v)] for place, v in enumerate(inputs) if id(v) in spec_of}
     owned = {id(buffer): name for name, buffer in root.named_buffers()}
-    buffers = {p: (owned[id(v)], _WHOLE) for p, v in enumerate(inputs) if id(v) in owned}
+    buffers = {p: (owned[id(v)], WHOLE) for p, v in enumerate(inputs) if id(v) in owned}
     config = ZeroConfig(inner=inner, verify=False, dump="")
     known = GraphInputs(params, buffers, ())
-    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config), watcher)
+    capture = Capture(config, known, SegmentCompiler(inner, {}), pipeline(config))
     if cast is not None:
         inputs = [v if p in (*params, *buffers) else _cast(v, cast) for p, v in enumerate(inputs)]
-    forward, backward = capture.cut(read_plain(module, params), inputs)
+    traced = capture.trace(read_plain(module, params), inputs)
+    if traced.program.region is Region.INFERENCE and not evaluated:
+        raise UnsupportedError("the model has no backward", "leave some parameters trainable")
     device = next(root.parameters()).device
-    return Rehearsal(forward, backward, specs, buffer_bytes(root), device, inner)
+    return Rehearsal(traced, specs, buffer_bytes(root), device, inner)
+
+
+def _run(program: Program, passes: Sequence[Pass], dump: Dump | None) -> None:
+    if dump is not None:
+        dump.begin(program)
+    run_passes(program, passes, check=False, observer=dump)
+    if dump is not None:
+        dump.end(program)
+
+
+def _laid(program: Program, params: Mapping[str, ParamSpec], stage: int) -> Program:
+    """A copy with these layouts."""
+    used = {name: params[name] for name in program.params}
+    module = copy_module(program.module)
+    _relay(module, used)
+    return dataclasses.replace(program, module=module, params=used, stage=stage)
+
+
+def _nothing(forward: Program) -> Program:
+    """The backward of a program that has none."""
+    graph = fx.Graph()
+    graph.output(())
+    module = fx.GraphModule({}, graph)
+    return dataclasses.replace(forward, region=Region.BACKWARD, module=module)
 
 
 def _relay(module: fx.GraphModule, params: Mapping[str, ParamSpec]) -> None:
@@ -266,16 +230,3 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
-
-
-def _layouts(config: ZeroConfig, num_ranks: int) -> tuple[Layout, Layout]:
-    """Of sharded parameters, and of replicated ones."""
-    replicas = replicas_of(config, num_ranks)
-    shards = num_ranks // replicas if config.stage > 0 else 1
-    per_node = config.ranks_per_node or num_ranks
-    node_size = node_size_of(range(shards if shards > 1 else num_ranks), per_node)
-    check_nodes(config, shards, node_size)
-    whole = node_size_of(range(num_ranks), per_node)
-    replicas_of_one = node_size_of(range(0, num_ranks, shards), per_node)
-    node_sizes = node_size, whole, replicas_of_one
-    return layouts_of(config, num_ranks, shards, node_sizes, (_SHARDED, _WHOLE))

@@ -9,7 +9,7 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Resident
 from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision, states
-from zerofx.frontend.rehearsal import lay_out
+from zerofx.frontend.layouts import lay_out
 from zerofx.frontend.weigh import CODING
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.pipelines import pipeline

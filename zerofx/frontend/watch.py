@@ -12,16 +12,15 @@ from typing import Protocol
 
 from torch import fx
 
-from zerofx.frontend.dump import Reader
-from zerofx.ir.program import Program
+from zerofx.frontend.partition import Traced
 from zerofx.runtime.session import Session
 
 
-class GraphWatcher(Reader, Protocol):
-    """Is told what becomes of one Dynamo graph: a `Reader` that sees it cut, too."""
+class GraphWatcher(Protocol):
+    """Is told what becomes of one Dynamo graph."""
 
-    def cut(self, forward: Program, backward: Program) -> None:
-        """Both halves before any pass of their own; they change afterwards."""
+    def traced(self, traced: Traced) -> None:
+        """It has a backward; its program changes afterwards."""
 
     def ran(self) -> None:
         """Its forward is about to run."""

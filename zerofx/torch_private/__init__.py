@@ -84,6 +84,7 @@ from zerofx.torch_private.given import (
 )
 from zerofx.torch_private.handlers import added_up, has_parts, torchs_way, without_parts
 from zerofx.torch_private.joint import (
+    as_traced,
     dynamo_input_of,
     inputs_written,
     is_tangent,
@@ -153,6 +154,7 @@ __all__ = [
     "answer_collectives",
     "answer_operations",
     "answer_other_libraries",
+    "as_traced",
     "backend_of",
     "backward_id",
     "before_forwards",

@@ -118,13 +118,18 @@ def trace_apart(
     *,
     inductor: bool,
     partition: Callable[..., Any],
+    inference: Callable[..., Any],
 ) -> None:
     """Trace a Dynamo graph on fake inputs of `mode`, whatever is being compiled around it.
 
-    `partition` gets the joint graph; it leaves by an exception of its own, nothing is compiled.
+    `partition` gets the joint graph, or `inference` one without a backward; they leave by an
+    exception of their own, nothing is compiled.
     """
-    table = _decompositions() if inductor else None
-    compiler = aot_autograd(fw_compiler=_no_compiler, partition_fn=partition, decompositions=table)
+    compiler = aot_autograd(
+        fw_compiler=inference,
+        partition_fn=partition,
+        decompositions=_decompositions() if inductor else None,
+    )
     with tracing(TracingContext(mode)), mode:
         compiler(module, fakes)
 
@@ -146,10 +151,6 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 def _add(one: Tensor, other: Tensor, *, alpha: float = 1) -> Tensor:
     """torch 2.13 makes one operation of a product and its sum with others, and loses `alpha`."""
     return NotImplemented if alpha == 1 else one + other * alpha
-
-
-def _no_compiler(module: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-    return module
 
 
 def inductor_joint_passes(module: fx.GraphModule) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,10 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy
+
+from zerofx.torch_private.tensors import fake_mode_of
 
 
 def must_recompute_tag() -> Any:
@@ -70,3 +75,11 @@ def min_cut(
     return min_cut_rematerialization_partition(
         joint, inputs, num_fwd_outputs=num_fwd_outputs, **options
     )
+
+
+@contextlib.contextmanager
+def as_traced(graph: fx.Graph) -> Iterator[None]:
+    """The fake mode in which a graph was traced is on again, whatever is being compiled around."""
+    mode = fake_mode_of(node.meta.get("val") for node in graph.nodes)
+    with tracing(TracingContext(mode)), mode or contextlib.nullcontext():
+        yield
