@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ from torch import Tensor, nn
 
 import zerofx
 from tests.debug.trained import Net
+from zerofx.cli.plan_text import _precision
 from zerofx.cli.plan_wire import Rates
 from zerofx.config import ZeroConfig
 from zerofx.cost.comm import algorithms_for
 from zerofx.cost.machine import Machine, machine_of
-from zerofx.cost.memory import FP32_ADAM, MIXED_ADAM, PSI, States, W
+from zerofx.cost.memory import FP32_ADAM, MIXED_ADAM, PSI, States, W, precision_of
 from zerofx.cost.surface import B, S
 from zerofx.debug.explanation import Explanation
 from zerofx.errors import ConfigError
 from zerofx.frontend.choose import predicted_peaks
+from zerofx.frontend.layouts import describe_params
 from zerofx.frontend.planner import Plan, Planner
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.ir.ops import REDUCE_START, STARTS
@@ -121,6 +124,29 @@ def test_formulas_know_the_dtype_of_full_values(stage: int, states: States, sent
     assert found.sent_bytes == pytest.approx(float(rates.sent().subs(numbers)), rel=0.08)
     mixed = Rates.of(found, config_of(param_dtype=torch.bfloat16), MIXED_ADAM, RANKS)
     assert mixed.cast is None, "they are in bf16 as it is"
+
+
+def test_formulas_know_the_dtypes_of_the_model() -> None:
+    def tokens(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return (torch.zeros(batch, length, WIDTH, dtype=torch.bfloat16),), {}
+
+    asked = planner(memory_budget=0)
+    asked = dataclasses.replace(asked, build=lambda: Layers().bfloat16(), inputs=tokens)
+    plan = asked.plan((1, 3))
+    assert _precision(plan.precision) == "bf16 with AdamW (2+2+4 bytes a parameter)"
+    for cast, (stage, found) in itertools.product((None, torch.bfloat16), plan.stages.items()):
+        rates = Rates.of(found, config_of(param_dtype=cast), plan.precision, RANKS)
+        numbers = {PSI: plan.num_params, W: RANKS}
+        states, held = rates.states(), found.forecast.resident.states
+        assert states.params.subs(numbers) == held.params, stage
+        assert states.optimizer.subs(numbers) == held.optimizer, stage
+        assert found.sent_bytes == pytest.approx(float(rates.sent().subs(numbers)), rel=0.08)
+    adapted = Layers().bfloat16()
+    adapted.layers[0].float()
+    adapted.layers[1:].requires_grad_(False)
+    mean = precision_of(describe_params(adapted), FP32_ADAM)
+    assert (float(mean.param), mean.grad, mean.optimizer) == (2.4, 4, 8)
+    assert _precision(mean) == "fp32 and bf16 with AdamW (2.4+4+8 bytes a parameter)"
 
 
 def test_nodes_of_more_ranks_than_there_are() -> None:

@@ -27,7 +27,7 @@ class Question:
         batch: micro-batch size.
         length: S; `None` if no input has one.
         memory_bytes: of a device; `None` if nobody asks whether it fits.
-        precision: of parameters and optimizer.
+        precision: that was asked for.
         config: the options but for the stage.
         formulas: peak memory of each stage in batch size and length, if that was asked for.
     """
@@ -76,7 +76,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     shape = f"batch {asked.batch}{length} a rank"
     head = (
         f"{asked.target}\nΨ = {num_params}, W = {asked.num_ranks} ranks, {shape},\n"
-        f"{_precision(asked.precision)}\n"
+        f"{_precision(plan.precision)}\n"
     )
     notes = [
         "GB are 10⁹ bytes, of the rank that holds most, at the moment when it does. In flight are\n"
@@ -167,7 +167,7 @@ def _formulas(plan: Plan, asked: Question) -> str:
 def _rates(plan: Plan, stage: int, asked: Question) -> Rates:
     trained = PSI if plan.num_trained == plan.num_params else TAU
     each = plan.stages[stage]
-    return Rates.of(each, asked.config, asked.precision, asked.num_ranks, trained)
+    return Rates.of(each, asked.config, plan.precision, asked.num_ranks, trained)
 
 
 def _peaks(asked: Question) -> Iterator[str]:
@@ -189,6 +189,9 @@ def _advice(plan: Plan, asked: Question) -> str:
 
 
 def _precision(precision: Precision) -> str:
-    if precision.name == "fp32":
-        return "fp32 with AdamW (4+4+8 bytes a parameter)"
-    return "mixed precision with AdamW (2+2+12 bytes a parameter)"
+    names = [str(dtype).removeprefix("torch.") for dtype in precision.dtypes]
+    short = [name.replace("bfloat", "bf").replace("float", "fp") for name in names]
+    words = "mixed precision" if precision.name == "mixed" else " and ".join(short)
+    sizes = precision.param, precision.grad, precision.optimizer
+    each = "+".join(f"{float(size):.3g}" for size in sizes)
+    return f"{words} with AdamW ({each} bytes a parameter)"

@@ -11,7 +11,7 @@ import sympy
 from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import PSI, Precision, States, formula, wire_formula
-from zerofx.frontend.planner import StagePlan, at_stage, own_dtype
+from zerofx.frontend.planner import StagePlan, at_stage
 from zerofx.frontend.weigh import pays
 from zerofx.ir.parcels import Codec
 from zerofx.passes.quantize_reduces import QuantizeReduces
@@ -55,8 +55,8 @@ class Rates:
         weights = at.weight_codec if pays(plan.weighed, QuantizeUnshards.name) else None
         grads = at.gradient_codecs if pays(plan.weighed, QuantizeReduces.name) else None
         gather = None if weights is None else _bytes(weights)
-        cast, own = config.param_dtype, own_dtype(precision)
-        size = None if cast is None or cast is own else cast.itemsize
+        cast = config.param_dtype
+        size = None if cast is None or precision.dtypes == (cast,) else cast.itemsize
         copy = (precision.param if size is None else size) if at.secondary_shards else None
         if at.secondary_shards == "codes" and gather is not None:
             copy = gather

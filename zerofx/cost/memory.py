@@ -12,10 +12,11 @@ Where only τ of them are trained, g and o count for τ.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import sympy  # pyright: ignore[reportMissingTypeStubs]
+import torch
 
 from zerofx.ir.spec import ParamSpec
 
@@ -36,23 +37,46 @@ class Precision:
         param: the value that the model computes with.
         grad: the gradient.
         optimizer: everything that only the optimizer reads, master weights included.
+        dtypes: of parameters.
     """
 
     name: Literal["fp32", "mixed"]
-    param: int
-    grad: int
-    optimizer: int
+    param: Any
+    grad: Any
+    optimizer: Any
+    dtypes: tuple[torch.dtype, ...]
 
     @property
-    def total(self) -> int:
+    def total(self) -> Any:
         """Bytes of a parameter that nobody shares."""
         return self.param + self.grad + self.optimizer
 
 
-FP32_ADAM = Precision("fp32", 4, 4, 8)
+FP32_ADAM = Precision("fp32", 4, 4, 8, (torch.float32,))
 """Adam on fp32 parameters: two moments."""
-MIXED_ADAM = Precision("mixed", 2, 2, 12)
+MIXED_ADAM = Precision("mixed", 2, 2, 12, (torch.bfloat16,))
 """16-bit values and gradients; fp32 master weights and two moments (ZeRO §3.1)."""
+
+
+def precision_of(specs: Iterable[ParamSpec], asked: Precision) -> Precision:
+    """That of a model, without master weights; of parameters in several dtypes the mean.
+
+    Args:
+        specs: its parameters.
+        asked: `MIXED_ADAM` stays as it is.
+    """
+    known = list(specs)
+    if asked.name == "mixed" or not known:
+        return asked
+    param, grad = _mean_bytes(known), _mean_bytes([s for s in known if s.trainable])
+    dtypes = tuple(dict.fromkeys(spec.dtype for spec in known))
+    return dataclasses.replace(asked, param=param, grad=grad, optimizer=2 * grad, dtypes=dtypes)
+
+
+def _mean_bytes(specs: Sequence[ParamSpec]) -> Any:
+    """Of a number, to the hundredth of a byte."""
+    total = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    return sympy.Rational(round(100 * total / max(1, sum(spec.numel for spec in specs))), 100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +190,14 @@ def wire_formula(
         trained: number of parameters that have gradients; others travel at stage 3 only.
     """
     value = precision.param if cast_bytes is None else cast_bytes
+    updated = precision.grad if cast_bytes is None else cast_bytes
     everywhere, reduced = PSI * (W - 1) / W, trained * (W - 1) / W
-    gathered = value * reduced
+    gathered = updated * reduced
     if stage == 3:
         forward = (value if gather is None else gather) * everywhere
         inside = PSI * sympy.Rational(per_node - 1, per_node) if per_node else everywhere
         gathered = forward + (forward if copy_bytes is None else copy_bytes * inside)
-    first, last = reduce or (value, value)
+    first, last = reduce or (updated, updated)
     if first == last or not per_node:
         return gathered + first * reduced
     across = trained * (sympy.Rational(1, per_node) - 1 / W)

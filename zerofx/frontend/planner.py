@@ -20,7 +20,7 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Forecast
 from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.machine import Machine
-from zerofx.cost.memory import Precision
+from zerofx.cost.memory import Precision, precision_of
 from zerofx.cost.surface import peak_expression
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.constructors import construct
@@ -77,6 +77,7 @@ class Plan:
         depth: blocks in the model's stack, if it was extrapolated; else 0.
         traced: depths that were traced, if so.
         stages: the plans, by stage.
+        precision: of its parameters, and of the optimizer.
     """
 
     num_params: int
@@ -84,6 +85,7 @@ class Plan:
     depth: int
     traced: tuple[int, ...]
     stages: Mapping[int, StagePlan]
+    precision: Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Planner:
         inputs: makes its inputs.
         config: options but for the stage.
         machine: where it will train.
-        precision: of parameters and optimizer.
+        precision: that was asked for; without master weights parameters stay as they are.
         num_ranks: W.
         batch: micro-batch size of a rank.
         length: S of the inputs.
@@ -141,7 +143,8 @@ class Planner:
             for stage in stages
         }
         numel, trained = sum(s.numel for s in params), sum(s.numel for s in params if s.trainable)
-        return Plan(numel, trained, depth if blocks else 0, blocks[:2] if blocks else (), plans)
+        precision, traced = precision_of(params, self.precision), blocks[:2] if blocks else ()
+        return Plan(numel, trained, depth if blocks else 0, traced, plans, precision)
 
     def closed_forms(self, stages: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Any]:
         """Peak memory of each stage in batch size and length (`zerofx.cost.surface`).
@@ -277,7 +280,7 @@ def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
 
 
 def own_dtype(precision: Precision) -> torch.dtype:
-    """The dtype that parameters have, fp32 ones of the model."""
+    """The dtype that fp32 parameters of the model get."""
     return torch.bfloat16 if precision.name == "mixed" else torch.float32
 
 
