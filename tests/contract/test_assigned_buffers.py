@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import close, compiled, data, net, twin
+import zerofx
+from tests.contract.loops import close, compiled, config, data, net, twin
 from tests.contract.test_buffers import trains_as_ddp
 from tests.ranks import run_ranks
 
@@ -59,7 +60,11 @@ def _remembers(stage: int) -> tuple[float, float]:
     run(*data(2, rows=rows)).backward()
     assert len(used) == rows
     x = data(2, rows=rows)[0]
-    return float(used.sum()), float((2 * mean - x.mean(0)).sum())  # before this forward
+    before = float((2 * mean - x.mean(0)).sum())  # this forward
+    kept, model.last = model.hidden.clone(), nn.Linear(7, 5)
+    zerofx.shard(model, config(stage))  # the layer that is new
+    assert torch.equal(model.hidden, kept)
+    return float(used.sum()), before
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -40,6 +40,15 @@ def _longer(odd: bool) -> nn.Module:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3 if odd else 2)))
 
 
+def _buffers(odd: bool) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("labels", torch.arange(5 if odd else 8))
+    model.register_buffer("scale", torch.ones(3, dtype=torch.float64 if odd else torch.float32))
+    if odd:
+        model.register_buffer("extra", torch.ones(2))
+    return model
+
+
 def _same(odd: bool) -> nn.Module:
     return nn.Linear(4, 4)
 
@@ -50,6 +59,9 @@ CASES: dict[str, tuple[Callable[[bool], nn.Module], str]] = {
     "order": (_order, "b.weight"),
     "frozen": (_frozen, "0.weight: torch.float32[4, 4], frozen"),
     "missing": (_longer, "2.weight"),
+    "buffers' shapes": (_buffers, "buffer labels: torch.int64[5]"),
+    "buffers' dtypes": (_buffers, "buffer scale: torch.float64[3]"),
+    "buffers missing": (_buffers, "buffer extra: torch.float32[2]"),
     "options": (_same, "small below 7"),
 }
 
@@ -70,7 +82,7 @@ def _messages(odd_rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("world_size, odd_rank", [(2, 0), (2, 1), (4, 2)])
-def test_every_rank_names_the_parameter(world_size: int, odd_rank: int) -> None:
+def test_every_rank_names_what_differs(world_size: int, odd_rank: int) -> None:
     told = run_ranks(world_size, _messages, odd_rank, timeout=60)
     for name, (_, offender) in CASES.items():
         for rank, messages in enumerate(told):

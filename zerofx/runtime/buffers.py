@@ -108,6 +108,12 @@ class BufferSync:
         self._parts.add(part)
         return begins, asks
 
+    def of_all_ranks(self, buffers: Iterable[Tensor], session: Session) -> list[Tensor]:
+        """Those that ranks can give each other: all, or where shapes differ those agreed before."""
+        every = [each for each in buffers if _is_plain(each)]
+        _, alike = self._anywhere(False, every, session)
+        return every if alike else [each for each in every if each in self._marks]
+
     def agree(self, buffers: Iterable[Tensor]) -> None:
         """All ranks hold the same values in `buffers` now, which are those of the model."""
         self._knows_buffers = True

@@ -143,7 +143,9 @@ class Journal:
         theirs = self._store.get(f"{key}/{peer}").decode()
         raise DivergedError(
             f"ranks {first} and {peer} shard different models",
-            "build the same model, in the same order and with the same options, on every rank",
+            "build the same model, in the same order and with the same options, on every rank; "
+            "tensors that each rank has of its own (labels of its samples) are to be attributes "
+            "that are no buffers",
             diff(expected.splitlines(), theirs.splitlines(), first, peer),
         )
 

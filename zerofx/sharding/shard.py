@@ -98,10 +98,13 @@ def shard_model(
             differences(session.config, config),
         )
     given = _first_rank_has_values(model, session)
-    _compare_plans(session, [(names[key], param) for key, param in olds.items()], passes, given)
+    plan = [(names[key], param) for key, param in olds.items()]
+    # Later, ranks may have assigned tensors of their own shapes to buffers.
+    buffers = [] if known else list(model.named_buffers())
+    _compare_plans(session, plan, buffers, passes, given)
     moves = bool(materialise.on_meta(model))  # what constructors computed is on the CPU yet
     rows = {} if given else make_values(model, session)
-    _broadcast_buffers(model, session, moves=moves)
+    _broadcast_buffers(model, session, moves=moves, again=bool(known))
     unrecorded.clear_marks(model)
     dtypes = param_dtypes(model, config.param_dtype)
 
@@ -181,6 +184,7 @@ def _first_rank_has_values(model: nn.Module, session: Session) -> bool:
 def _compare_plans(
     session: Session,
     plan: list[tuple[list[str], nn.Parameter]],
+    buffers: list[tuple[str, Tensor]],
     passes: Sequence[str],
     given: bool,
 ) -> None:
@@ -199,19 +203,27 @@ def _compare_plans(
         kind = "" if param.requires_grad else ", frozen"
         kind += ", without values" if param.is_meta and not given else ""
         kind += "" if param.grad is None else ", with a gradient"
-        lines.append(f"{names[0]}: {param.dtype}{json.dumps(list(param.shape))}{kind}")
+        lines.append(f"{names[0]}: {_kind(param)}{kind}")
+    lines += [f"buffer {name}: {_kind(buffer)}" for name, buffer in buffers]
     session.journal.compare_plans("\n".join(lines))
 
 
-def _broadcast_buffers(model: nn.Module, session: Session, *, moves: bool) -> None:
+def _kind(value: Tensor) -> str:
+    return f"{value.dtype}{json.dumps(list(value.shape))}"
+
+
+def _broadcast_buffers(model: nn.Module, session: Session, *, moves: bool, again: bool) -> None:
     put = {id(buffer): _empty(buffer, session) for buffer in model.buffers() if buffer.is_meta}
     if moves:
         real = (buffer for buffer in model.buffers() if id(buffer) not in put)
         put.update((id(buffer), buffer.to(session.device)) for buffer in real)
     materialise.put_buffers(model, put)
-    for buffer in model.buffers():
+    buffers = list(model.buffers())
+    if again:
+        buffers = session.buffers.of_all_ranks(buffers, session)
+    for buffer in buffers:
         _from_first_rank(buffer, session)
-    session.buffers.agree(model.buffers())
+    session.buffers.agree(buffers)
 
 
 def _empty(value: Tensor, session: Session) -> Tensor:
