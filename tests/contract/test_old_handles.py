@@ -102,13 +102,17 @@ def test_what_shows_parameters_follows(stage: int) -> None:
 
 def _views() -> None:
     """They would keep the first values, which the same program of plain tensors does not."""
-    model = net()
-    weight = model.first.weight
+    model, flat = net(), torch.randn(120)
+    model.first.weight = weight = nn.Parameter(flat[:91].view(13, 7))
+    model.last.register_buffer("scale", beside := flat[91:95])
+    model.last.weight = nn.Parameter(torch.randn(5, 15)[:, :13])
+    gap = torch.as_strided(model.last.weight.data, (5, 2), (15, 1), 13)
     variable, turned, row = weight.data, weight.t(), weight.detach()[0]
     several, mixed = (weight.data, weight.data), {"step": 0, "weight": weight.data}
-    other = weight.data.clone()
+    other, apart = weight.data.clone(), (beside.clone(), gap.clone())
     compiled(model, 3)(*data(0))
-    for view in (variable, turned, row, several[1], mixed["weight"]):
+    assert torch.equal(model.last.scale, apart[0]) and torch.equal(gap, apart[1])
+    for view in (variable, turned, row, several[1], mixed["weight"], flat):
         with refused("a view of first.weight", "before zerofx sharded", kind=StaleHandleError):
             print(view.sum())
     assert torch.equal(full(model.first.weight), other)

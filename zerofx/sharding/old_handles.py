@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerofx.runtime.params import ParamState, held_by
-from zerofx.sharding.stale import Replaced, is_plain
+from zerofx.sharding.overlaps import Places, is_plain
+from zerofx.sharding.stale import Replaced
 from zerofx.torch_private import storage_key
 
 Slice = Callable[[Tensor, ParamState], Tensor]
@@ -42,10 +43,10 @@ class Holders:
 
 def holders_of(params: list[nn.Parameter]) -> Holders:
     """Whatever live thing holds any of `params`, or shows their memory."""
-    wanted, places = {id(param) for param in params}, {storage_key(param) for param in params}
+    wanted, places = {id(param) for param in params}, Places(params)
 
     def is_old(part: Any) -> bool:
-        return id(part) in wanted or (is_plain(part) and storage_key(part) in places)
+        return id(part) in wanted or places.shown_by(part) is not None
 
     # One look at all that lives: gc.get_referrers compares everything with every parameter.
     views: list[Tensor] = []

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import states_by_param
+from zerofx.sharding.overlaps import overlap, reach
 from zerofx.torch_private import (
     PLAIN_RESULTS,
     fake_mode_of,
@@ -124,12 +125,12 @@ def refuse_shared_memory(named: Iterable[tuple[str, Tensor]]) -> None:
     )
     shared: list[str] = []
     for number, (memory, start, one, first) in enumerate(placed):
-        end = start + _reach(first) * first.element_size()
+        end = start + reach(first) * first.element_size()
         for elsewhere, begin, other, second in placed[number + 1 :]:
             if elsewhere != memory or begin >= end:
                 break
             trains = isinstance(first, nn.Parameter) or isinstance(second, nn.Parameter)
-            if trains and _overlap(first, second):
+            if trains and overlap(first, second):
                 shared.append(" and ".join(sorted((one, other))))
     if shared:
         raise UnsupportedError(
@@ -151,23 +152,6 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     if tensor.is_meta:
         return storage_key(tensor), int(tensor.storage_offset()) * tensor.element_size()
     return 0, tensor.data_ptr()
-
-
-def _reach(tensor: Tensor) -> int:
-    """Elements from the first one in memory to the last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors in the same stretch of memory share elements: columns of a matrix do not."""
-    if one.dtype is not other.dtype or (one.is_contiguous() and other.is_contiguous()):
-        return True
-    first = min(one.storage_offset(), other.storage_offset())
-    reach = max(each.storage_offset() - first + _reach(each) for each in (one, other))
-    taken = torch.zeros(reach, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - first).any())
 
 
 def _kind(param: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from zerofx.errors import StaleHandleError
 from zerofx.runtime.params import ParamState
-from zerofx.torch_private import below_transforms, is_in_a_graph, set_data, storage_key
+from zerofx.sharding.overlaps import Places
+from zerofx.torch_private import is_in_a_graph, set_data
 
 Replaced = Mapping[int, tuple[nn.Parameter, ParamState]]
 """Old parameter and its new state, by the old one's `id`."""
@@ -59,9 +60,9 @@ class StaleView(StaleParameter):
 
 def make_views_stale(views: Iterable[Tensor], replaced: Replaced) -> None:
     """Let use of tensors raise that show old parameters' memory: they would keep its values."""
-    names = _by_memory(replaced)
+    names = _names_by_view(replaced)
     for view in views:
-        vars(view)["_zerofx_name"] = f"a view of {names[storage_key(view)]}"
+        vars(view)["_zerofx_name"] = f"a view of {names(view)}"
         view.__class__ = StaleView
 
 
@@ -70,7 +71,7 @@ def make_attributes_stale(model: nn.Module, replaced: Replaced) -> None:
 
     Those that are assigned anew before they are read, as by old-style `spectral_norm`, are none.
     """
-    names = _by_memory(replaced)
+    names = _names_by_view(replaced)
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             where = f"{path}.{attribute}" if path else attribute
@@ -85,18 +86,19 @@ def make_attributes_stale(model: nn.Module, replaced: Replaced) -> None:
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
-def is_plain(thing: Any) -> bool:
-    """Whether it is a tensor of torch's own class that shows memory; those of `vmap` have none."""
-    strided = type(thing) is Tensor and thing.layout is torch.strided
-    return strided and below_transforms(thing) is thing
+def _names_by_view(replaced: Replaced) -> Callable[[Any], str | None]:
+    """Gives the name of the parameter that a tensor shows; `None` for anything else."""
+    places = Places(old for old, _ in replaced.values())
+
+    def name(thing: Any) -> str | None:
+        shown = places.shown_by(thing)
+        return None if shown is None else replaced[id(shown)][1].spec.name
+
+    return name
 
 
-def _by_memory(replaced: Replaced) -> Mapping[Any, str]:
-    return {storage_key(old): state.spec.name for old, state in replaced.values()}
-
-
-def _stale_if_view(value: Any, names: Mapping[Any, str], where: str) -> Any:
-    name = names.get(storage_key(value)) if is_plain(value) else None
+def _stale_if_view(value: Any, names: Callable[[Any], str | None], where: str) -> Any:
+    name = names(value)
     return value if name is None else _stale_view(f"{where}, a view of {name}")
 
 
