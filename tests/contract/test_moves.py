@@ -112,6 +112,16 @@ class _Recurrent(nn.Module):
         return (self.head(self.lstm(x)[0]) * self.head.scale - y).square().mean()
 
 
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 7, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return (self.last(torch.tanh(self.first(x)))[:, :5] - y).square().mean()
+
+
 def _converted(stage: int) -> None:
     """Values, gradients and what an optimizer knows go along to another dtype and back."""
     model, plain = net(_Recurrent), net(_Recurrent)
@@ -145,14 +155,14 @@ def test_another_dtype(stage: int) -> None:
 
 def _rested_in_bfloat16(stage: int) -> None:
     """What is computed in a dtype is so at rest in any other."""
-    model = net(_Recurrent).bfloat16()
     options = {**FAST, "param_dtype": torch.bfloat16}
-    run = torch.compile(model, backend=f"zero{stage}", options=options)
-    for dtype in (torch.bfloat16, torch.float32):
-        model.to(dtype)
-        run(*data(0, dtype=torch.bfloat16)).backward()
-        assert all(param.dtype is param.grad.dtype is dtype for param in model.parameters())
-        model.zero_grad()
+    for model in (net(_Recurrent).bfloat16(), net(_Tied).bfloat16()):
+        run = torch.compile(model, backend=f"zero{stage}", options=options)
+        for dtype in (torch.bfloat16, torch.float32):
+            model.to(dtype)
+            run(*data(0, dtype=torch.bfloat16)).backward()
+            assert all(param.dtype is param.grad.dtype is dtype for param in model.parameters())
+            model.zero_grad()
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
@@ -53,12 +54,15 @@ def unbind(module: nn.Module, names: Iterable[str]) -> list[ParamState]:
 def _follow(module: nn.Module) -> None:
     """Let class and layouts agree with the states."""
     known = module.__dict__[STATES]
-    module.__dict__[READS] = {
-        name: (state.spec.layout.handle, state.spec.cast) for name, state in known.items()
-    }
+    module.__dict__[READS] = _reads(module)
     _become(module, _class_for(type(module), tuple(sorted(known))))
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
+
+
+def _reads(module: nn.Module) -> dict[str, tuple[Any, torch.dtype | None]]:
+    states = bound_states(module)
+    return {name: (each.spec.layout.handle, each.spec.cast) for name, each in states.items()}
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -119,7 +123,8 @@ def _new_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         moved = [known for known in states if known.param.dtype is not known.spec.dtype]
         for known in moved:
             known.rehouse()
-        if moved:
+        # Of a tied parameter, another module may have had it moved.
+        if moved or vars(self)[READS] != _reads(self):
             _follow(self)
         return self
 
