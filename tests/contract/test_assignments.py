@@ -32,6 +32,7 @@ from tests.contract.loops import (
 )
 from tests.ranks import run_ranks
 from zerofx.errors import ShardingError
+from zerofx.sharding.shard import session_of
 
 
 class _Square(nn.Module):
@@ -85,6 +86,18 @@ def _untied(stage: int) -> None:
         assert set(values) == {"emb.weight", "head.weight"}
     with torch.no_grad():
         run(*data(2))
+    for plain in (False, True):  # a `DTensor` becomes one of the model's at once
+        model = net(_Square)
+        model.again, model.head.weight = model.emb, model.emb.weight
+        zerofx.shard(model, config(stage))
+        new = model.emb.weight.detach().clone()
+        model.head.weight = nn.Parameter(full(new) if plain else new)
+        if plain:
+            zerofx.shard(model, config(stage))
+        session = session_of(model)
+        assert session is not None
+        names = [(state.spec.name, state.spec.tied) for state in session.states]
+        assert names == [("emb.weight", ("again.weight",)), ("head.weight", ())]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

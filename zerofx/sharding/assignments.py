@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -38,25 +39,36 @@ def install() -> None:
 
 def drop_unowned(session: Session) -> None:
     """Forget parameters that the model no longer has, and names of places that they lost."""
-    root = session.root()
-    if root is None:
+    if session.root() is None:
         return
-    places = collections.defaultdict[int, list[str]](list)
-    for path, module in root.named_modules():
+    places = _places(session)
+    session.drop([state for state in session.states if id(state) not in places])
+    _rename(session.states, places)
+
+
+def _places(session: Session) -> dict[int, list[str]]:
+    """Names of all places where the model has a parameter, by the `id` of its state."""
+    root, places = session.root(), collections.defaultdict[int, list[str]](list)
+    named = root.named_modules(remove_duplicate=False) if root is not None else ()
+    for path, module in named:
         for name, state in bound_states(module).items():
             places[id(state)].append(f"{path}.{name}".removeprefix("."))
-    session.drop([state for state in session.states if id(state) not in places])
-    for state in session.states:
-        names = places[id(state)]
-        if state.spec.name not in names:
-            state.spec = dataclasses.replace(state.spec, name=names[0], tied=tuple(names[1:]))
+    return places
+
+
+def _rename(states: Iterable[ParamState], places: Mapping[int, list[str]]) -> None:
+    for state in states:
+        spec, names = state.spec, places[id(state)]
+        name = spec.name if spec.name in names else names[0]
+        tied = tuple(each for each in names if each != name)
+        if (name, tied) != (spec.name, spec.tied):
+            state.spec = dataclasses.replace(spec, name=name, tied=tied)
 
 
 def _drop(candidates: list[ParamState], session: Session) -> None:
-    root = session.root()
-    modules = root.modules() if root is not None else ()
-    owned = {id(state) for module in modules for state in bound_states(module).values()}
-    session.drop([state for state in candidates if id(state) not in owned])
+    places = _places(session)
+    session.drop([state for state in candidates if id(state) not in places])
+    _rename([state for state in candidates if id(state) in places], places)
 
 
 def _joined(module: nn.Module, name: str, child: nn.Module | None) -> None:
