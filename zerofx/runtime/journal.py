@@ -134,8 +134,7 @@ class Journal:
         key = f"{self._key}/plan{self._plans}"
         self._store.set(f"{key}/{self._rank}", plan)
         odd = self._find_odd_plan(key, plan)
-        first = self._ranks[0]
-        if odd == first:
+        if odd == (first := self._ranks[0]):
             return
         # Every rank reports the same pair, except that an odd one reports itself.
         expected = self._store.get(f"{key}/{first}").decode()
@@ -144,8 +143,7 @@ class Journal:
         raise DivergedError(
             f"ranks {first} and {peer} shard different models",
             "build the same model, in the same order and with the same options, on every rank; "
-            "tensors that each rank has of its own (labels of its samples) are to be attributes "
-            "that are no buffers",
+            "make tensors that are a rank's own (labels of its samples) attributes, not buffers",
             diff(expected.splitlines(), theirs.splitlines(), first, peer),
         )
 

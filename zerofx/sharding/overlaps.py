@@ -68,5 +68,5 @@ def _meet(one: Tensor, other: Tensor) -> bool:
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
     """Bytes of the storage before the first element, and up to the last one's end."""
-    begin, size = tensor.storage_offset(), tensor.element_size()
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
     return begin * size, (begin + reach(tensor)) * size
