@@ -51,7 +51,8 @@ def shard(model: Model, config: ZeroConfig | None = None) -> Model:
     """Shard `model` in place, before its first forward.
 
     The explicit form of what `torch.compile(model, backend="zeroN")` does by itself. It is needed
-    when only parts of a model are compiled, or none. Every rank must call it.
+    when only parts of a model are compiled, or none. Every rank must call it; again with the same
+    options after layers were added, as forwards that are not compiled do not shard them.
 
     Args:
         model: plain `nn.Module`; its parameters become `DTensor`s. What is on the meta device is
@@ -152,7 +153,7 @@ def unshard(
         model.
 
     Raises:
-        ShardingError: the model, or a parameter, is not sharded.
+        ShardingError: the model, or a parameter, is not sharded; or parameters have one name.
         UnsupportedError: at the end, ranks edited a value differently, or the dict does not hold
             the values of all names in their shapes.
     """
@@ -219,7 +220,15 @@ def _states_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[
                 for each in plain
             ],
         )
-    return {known[id(param)].spec.name: known[id(param)] for param in params}
+    states: dict[str, ParamState] = {}
+    for state in (known[id(param)] for param in params):
+        if states.setdefault(state.spec.name, state) is not state:
+            raise ShardingError(
+                "parameters of several models have one name",
+                "enter zerofx.unshard(…) once for each model",
+                [state.spec.name],
+            )
+    return states
 
 
 def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Session:

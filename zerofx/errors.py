@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -26,6 +27,10 @@ class ZeroFxError(RuntimeError):
         self.remedy = remedy
         self.offenders = tuple(offenders)
         super().__init__(_text(problem, remedy, self.offenders))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors of workers travel to whoever waits for them; `__init__` may want other arguments.
+        return _unpickled, (type(self), self.args), vars(self)
 
 
 class ConfigError(ZeroFxError, ValueError):
@@ -96,6 +101,10 @@ class RankGoneError(ZeroFxError):
 
 class OutOfMemoryError(ZeroFxError, torch.OutOfMemoryError):
     """An allocator failed inside a program; torch's own class, on CPUs too."""
+
+
+def _unpickled(kind: type[ZeroFxError], args: tuple[Any, ...]) -> ZeroFxError:
+    return kind.__new__(kind, *args)
 
 
 def _text(problem: str, remedy: str, offenders: tuple[str, ...]) -> str:

@@ -10,12 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.utils import parametrizations, parametrize
 
 import zerofx
 from tests.contract.loops import (
     FAST,
+    Net,
     close,
     compiled,
     config,
@@ -254,6 +261,29 @@ def _removed(stage: int, index: int, before: bool) -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_parametrizations_that_are_copied_and_removed(index: int, stage: int, before: bool) -> None:
     run_ranks(2, _removed, stage, index, before)
+
+
+def _beside_another_library() -> None:
+    """Its parameters on the mesh that the model has stay its own; copies of ours become ours."""
+    mesh = init_device_mesh("cpu", (2,))
+    model, teacher = net(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    zerofx.shard(model, config(3, mesh=mesh))
+    parallelize_module(teacher, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    distribute_module(teacher[2], mesh)
+    wanted = net(lambda: nn.Sequential(Net(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    x = torch.ones(2, 8)
+    close(teacher[:2](x), wanted[2](wanted[1](x)), "teacher")
+    with zerofx.unshard(model) as values, zerofx.unshard(model.parameters()) as again:
+        assert list(values) == list(again) == [name for name, _ in net().named_parameters()]
+    fresh = nn.Linear(13, 5)
+    fresh.weight = nn.Parameter(model.last.weight.detach().clone())
+    fresh.bias = nn.Parameter(model.last.bias.detach().clone())
+    model.last = fresh
+    trains_alike(compiled(model, 3, options={**FAST, "mesh": mesh}), model, net())
+
+
+def test_another_librarys_parameters_on_the_mesh() -> None:
+    run_ranks(2, _beside_another_library)
 
 
 def _a_copy_grows(stage: int) -> None:

@@ -10,8 +10,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.contract.loops import FAST, close, data, full, net, same, sgd, sharded, train, twin
+import zerofx
+from tests.contract.loops import (
+    FAST,
+    close,
+    config,
+    data,
+    full,
+    net,
+    refused,
+    same,
+    sgd,
+    sharded,
+    train,
+    trains_alike,
+    twin,
+)
 from tests.ranks import run_ranks
+from zerofx.errors import UnreducedGradientError
+from zerofx.sharding.shard import session_of
 
 
 class _Block(nn.Module):
@@ -146,6 +163,49 @@ def _assigned_later(stage: int, what: str) -> None:
 @pytest.mark.parametrize("what", ["parameter", "module", "appended"])
 def test_parameters_assigned_to_them_later(what: str, stage: int) -> None:
     run_ranks(2, _assigned_later, stage, what)
+
+
+def _grown_uncompiled() -> None:
+    model, plain = net(), net()
+    zerofx.shard(model, config(3))
+    model(*data(0))
+    for each, seed in ((model, 7 + dist.get_rank()), (plain, 7)):
+        torch.manual_seed(seed)
+        each.last = nn.Linear(13, 5)
+    model(*data(0)).backward()
+    with refused("last.weight", "added to Net", "again", kind=UnreducedGradientError):
+        sgd(model).step()
+    zerofx.shard(model, config(3)).zero_grad()
+    trains_alike(model, model, plain)
+
+
+def test_parameters_added_to_a_model_that_python_runs() -> None:
+    run_ranks(2, _grown_uncompiled)
+
+
+def _heads_take_turns(stage: int) -> None:
+    """What is taken out is forgotten; when it is put back, the model has it again."""
+    model = net()
+    run = torch.compile(model, backend=f"zero{stage}", options=FAST)
+    run(*data(0))
+    first, second, seen = model.last, nn.Linear(13, 5), list[Any]()
+    for head in (second, first, nn.Identity(), second):
+        model.last = head
+        y = data(0)[1] if isinstance(head, nn.Linear) else torch.zeros(4, 13)
+        run(data(0)[0], y).backward()
+        with zerofx.unshard(model) as values:
+            assert list(values) == [name for name, _ in model.named_parameters()]
+            seen.append(len(values))
+        session = session_of(model)
+        assert session is not None
+        assert len({state.spec.index for state in session.states}) == len(session.states)
+        assert len(session.states) == len(values)
+    assert seen == [4, 4, 2, 4]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_that_take_turns(stage: int) -> None:
+    run_ranks(2, _heads_take_turns, stage)
 
 
 class _Whitened(nn.Module):

@@ -30,6 +30,7 @@ from zerofx.passes.registry import with_registered
 from zerofx.runtime.gradients import take_narrow_gradients
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.session import Session
+from zerofx.sharding.assignments import follow_model
 from zerofx.sharding.refuse import refuse_meta
 from zerofx.sharding.shard import session_of, shard_model
 from zerofx.torch_private import (
@@ -114,11 +115,16 @@ def _session_begun(module: nn.Module) -> Session | None:
 
 
 def _shard_new(root: nn.Module, session: Session) -> None:
-    """Shard what a model got since its last forward; a part that Python runs would not see it."""
+    """Shard what a model got since its last forward, and forget what it lost.
+
+    A part that Python runs would not see it.
+    """
     plain = [param for param in root.parameters() if not isinstance(param, DTensor)]
     session.may_grow = not all(map(_is_ready, plain))
     if plain and not session.may_grow:
         shard_root(root, session.config)
+    else:
+        follow_model(session)
 
 
 def _is_ready(param: Tensor) -> bool:
@@ -135,6 +141,8 @@ def config_of(stage: Stage, options: Mapping[str, Any] | None) -> ZeroConfig:
 
 def shard_root(root: nn.Module, config: ZeroConfig) -> None:
     """Shard a plain model, or what was added to one that is sharded."""
-    if session_of(root) is None:
-        refuse_late_casts(root, config)
+    session = session_of(root)
+    known = session.root() if session is not None else None
+    if session is None or (known is not None and root not in known.modules()):
+        refuse_late_casts(root, config)  # its border is not that of what was sharded
     shard_model(root, config, fingerprint(pipeline(config)))

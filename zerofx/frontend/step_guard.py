@@ -141,6 +141,27 @@ def _written_idly(optimizer: Optimizer, params: list[Tensor]) -> list[ParamState
     return [known[id(param)] for param in params if id(param) in known]
 
 
+def _refuse_added(suspects: set[int]) -> None:
+    """Refuse what a sharded model got since, if its forwards are not compiled, which shard it."""
+    roots = (session.root() for session in live_sessions())
+    added = {
+        name: type(root).__name__
+        for root in roots
+        if root is not None
+        for name, param in nn.Module.named_parameters(root)
+        if id(param) in suspects
+    }
+    if added:
+        raise UnreducedGradientError(
+            "an optimizer is about to apply gradients that only this rank knows: these parameters "
+            f"were added to {', '.join(sorted(set(added.values())))} after it was sharded, and a "
+            "forward that is not compiled does not shard them",
+            "call zerofx.shard(model, config) again, with the same options, once layers were "
+            "added, and zero_grad()",
+            added,
+        )
+
+
 def _refuse_unreduced(params: list[Tensor]) -> None:
     if not live_sessions() and not looked_up(_BACKENDS):
         return  # a program that has only imported zerofx yet
@@ -160,6 +181,7 @@ def _refuse_unreduced(params: list[Tensor]) -> None:
             for param in module.parameters():
                 setattr(param, _REDUCED, True)  # looked for once, not at every step
                 suspects.discard(id(param))
+    _refuse_added(suspects)
     if suspects:
         ours = (
             "call zerofx.shard(model, zerofx.ZeroConfig(stage=…)) on the whole model before the "

@@ -50,7 +50,8 @@ class Sharded(DTensor):
             raise UnsupportedError(
                 f"a tensor of shape {tuple(self.shape)} and {self.dtype} is assigned data of "
                 f"shape {tuple(value.shape)} and {value.dtype}",
-                "assign a new nn.Parameter to the module's attribute; the next forward shards it",
+                "assign a new nn.Parameter to the module's attribute; the next compiled forward "
+                "shards it, or zerofx.shard(model, config)",
             )
         if (owner := owner_of(self)) is not None:
             owner.leave()
@@ -135,13 +136,16 @@ class Sharded(DTensor):
         memo[id(self)] = made
         vars(made).update(copy.deepcopy(vars(made), memo))
         if isinstance(self, ShardedParameter):
-            return _writable(made, ShardedParameter)
+            return _writable(made, type(self))
         made.grad = copy.deepcopy(self.grad, memo)
         return _writable(made, Sharded)
 
 
 class ShardedParameter(Sharded):
-    """A parameter."""
+    """A parameter; one that was of a user's class is of both (`user_classes`)."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not that of the user's class, which ran for it already."""
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The same, gathered as in a forward."""
@@ -284,11 +288,6 @@ def _alias(whole: Sharded, kind: type[Sharded]) -> Any:
     if whole._whole is None:
         return alias
     return copied(alias, _alias(whole._whole, Sharded), whole._view, Copied)
-
-
-def make_writable(param: Any) -> None:
-    """Turn a parameter that is a `DTensor` into a `ShardedParameter`: the object stays the same."""
-    param.__class__ = ShardedParameter
 
 
 def take_place(param: Any, made: Any) -> None:

@@ -19,7 +19,8 @@ from zerofx.runtime.foreign import WRITTEN, which_rows
 from zerofx.runtime.gradients import hold_gradients_in
 from zerofx.runtime.local_sum import LocalSum
 from zerofx.runtime.ownership import own
-from zerofx.runtime.parameter import local_tensor, make_writable, take_place
+from zerofx.runtime.parameter import local_tensor, take_place
+from zerofx.runtime.user_classes import make_writable
 from zerofx.torch_private import shares_storage
 
 if TYPE_CHECKING:
@@ -250,7 +251,8 @@ def adopt_param(
 
 
 def _next_index(session: Session) -> int:
-    return 1 + session.states[-1].spec.index if session.states else 0
+    session.num_registered += 1
+    return session.num_registered - 1
 
 
 def rebuild_state(

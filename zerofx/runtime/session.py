@@ -46,6 +46,7 @@ class Session:
         mesh: 1-D `(shard,)` or 2-D `(replicate, shard)`.
         device: of the parameters.
         states: the parameters, in registration order.
+        num_registered: parameters so far, with those that the model no longer has.
         sharded: domain of parameters split over the shard axis.
         replicated: domain of parameters that every rank holds whole.
         gathered: memory of gathered values.
@@ -78,6 +79,7 @@ class Session:
         self.device = device
         self.mesh = make_mesh(config, device) if copied is None else copied.mesh
         self.states: list[ParamState] = []
+        self.num_registered = 0
         self._root: weakref.ref[nn.Module] | None = None
         self.gathered = GatheredMemory()
         self._left: list[Pending] = []

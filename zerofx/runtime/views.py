@@ -92,20 +92,14 @@ def _where_rows_lie(method: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-def _unflatten_as(kind: type[Sharded]) -> Any:
-    plain: Callable[..., Any] = DTensor.__tensor_unflatten__
-
-    def unflatten(*args: Any) -> Any:
-        made = plain(*args)
-        made.__class__ = kind
-        return made
-
-    return staticmethod(unflatten)
+def _unflatten(kind: type[Sharded], *args: Any) -> Any:
+    made: Any = DTensor.__tensor_unflatten__(*args)
+    made.__class__ = kind
+    return made
 
 
 KINDS: tuple[type[Sharded], ...] = (Sharded, ShardedParameter, Copied)
 # AOTAutograd compares the classes of fake and real inputs.
-for _kind in KINDS:
-    setattr(_kind, "__tensor_unflatten__", _unflatten_as(_kind))  # noqa: B010 (typed otherwise)
+setattr(Sharded, "__tensor_unflatten__", classmethod(_unflatten))  # noqa: B010 (typed otherwise)
 for _name, _method in methods():
     setattr(Sharded, _name, _where_rows_lie(_method))

@@ -2,12 +2,11 @@
 
 A global hook of torch sees every registration. A sharded parameter makes its new owner read it
 through the marker, a `DTensor` that lies like a parameter becomes one, and a plain parameter stays
-plain until the next forward of its model, which shards it.
+plain until the next compiled forward of its model, or `zerofx.shard`, shards it.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 
@@ -23,6 +22,7 @@ from torch.nn.modules.module import (
 from zerofx.errors import ShardingError
 from zerofx.runtime.domain import Domain
 from zerofx.runtime.handles import live_sessions, sessions_on, states_by_param
+from zerofx.runtime.parameter import Sharded
 from zerofx.runtime.params import ParamState, adopt_param
 from zerofx.runtime.session import Session
 from zerofx.sharding.casts import param_dtype_in
@@ -37,28 +37,35 @@ def install() -> None:
     register_module_module_registration_hook(_joined)
 
 
-def drop_unowned(session: Session) -> None:
-    """Forget parameters that the model no longer has, and names of places that they lost."""
+def follow_model(session: Session) -> None:
+    """Forget parameters that the model no longer has; the others get their names in it.
+
+    A part that was taken out, and is put back, has kept its parameters' states.
+    """
     if session.root() is None:
         return
     places = _places(session)
-    session.drop([state for state in session.states if id(state) not in places])
+    session.drop([state for state in session.states if state not in places])
+    known = set(session.states)
+    for state in (each for each in places if each not in known):
+        session.states.append(state)
+        session.forget_values(state)
     _rename(session.states, places)
 
 
-def _places(session: Session) -> dict[int, list[str]]:
-    """Names of all places where the model has a parameter, by the `id` of its state."""
-    root, places = session.root(), collections.defaultdict[int, list[str]](list)
+def _places(session: Session) -> dict[ParamState, list[str]]:
+    """Names of all places where the model has a parameter, by its state."""
+    root, places = session.root(), dict[ParamState, list[str]]()
     named = root.named_modules(remove_duplicate=False) if root is not None else ()
     for path, module in named:
         for name, state in bound_states(module).items():
-            places[id(state)].append(f"{path}.{name}".removeprefix("."))
+            places.setdefault(state, []).append(f"{path}.{name}".removeprefix("."))
     return places
 
 
-def _rename(states: Iterable[ParamState], places: Mapping[int, list[str]]) -> None:
+def _rename(states: Iterable[ParamState], places: Mapping[ParamState, list[str]]) -> None:
     for state in states:
-        spec, names = state.spec, places[id(state)]
+        spec, names = state.spec, places[state]
         name = spec.name if spec.name in names else names[0]
         tied = tuple(each for each in names if each != name)
         if (name, tied) != (spec.name, spec.tied):
@@ -67,14 +74,15 @@ def _rename(states: Iterable[ParamState], places: Mapping[int, list[str]]) -> No
 
 def _drop(candidates: list[ParamState], session: Session) -> None:
     places = _places(session)
-    session.drop([state for state in candidates if id(state) not in places])
-    _rename([state for state in candidates if id(state) in places], places)
+    session.drop([state for state in candidates if state not in places])
+    _rename([state for state in candidates if state in places], places)
 
 
 def _joined(module: nn.Module, name: str, child: nn.Module | None) -> None:
     # `self.layers[:n]` in a forward makes a list of modules: Dynamo is not to trace through here,
     # and what a traced forward reads is looked at by the backend.
-    if child is not None and not torch.compiler.is_compiling() and not holds_a_graph(module):
+    # What `None`, or another module, takes the place of leaves with its parameters.
+    if not torch.compiler.is_compiling() and not holds_a_graph(module):
         _announce()
 
 
@@ -110,10 +118,14 @@ def _session_of_module(module: nn.Module) -> Session | None:
 def _adopt(
     module: nn.Module, name: str, param: nn.Parameter, session: Session | None
 ) -> ParamState | None:
-    """Make a `DTensor` a parameter of the model on whose mesh it lies; `None` for a stranger."""
+    """Make a `DTensor` a parameter of the model on whose mesh it lies; `None` for a stranger.
+
+    A module that is part of no model yet may be another library's, on the same mesh: there only
+    what was computed from parameters of a model counts.
+    """
     assert isinstance(param, DTensor)
     if session is None:
-        session = _session_on(param.device_mesh)
+        session = _session_on(param.device_mesh) if isinstance(param, Sharded) else None
         if session is None:
             return None
     domain = _domain_like(param, session)

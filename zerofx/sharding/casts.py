@@ -18,12 +18,21 @@ from zerofx.torch_private import map_tensors, tensors_in
 
 
 def cast_border(model: nn.Module, config: ZeroConfig) -> None:
-    """Register the hooks that `config` asks for; call once for each model."""
+    """Register the hooks that `config` asks for; those of a part that was sharded first go."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
     if config.param_dtype is not None and config.cast_forward_inputs:
         hook = functools.partial(_cast_inputs, config.param_dtype)
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     if config.output_dtype is not None:
         model.register_forward_hook(functools.partial(_cast_outputs, config.output_dtype))
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, functools.partial) and hook.func in (_cast_inputs, _cast_outputs)
 
 
 def param_dtypes(model: nn.Module, asked: torch.dtype | None) -> dict[int, torch.dtype | None]:

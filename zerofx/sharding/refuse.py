@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zerofx.errors import UnsupportedError
 from zerofx.runtime.handles import states_by_param
+from zerofx.runtime.user_classes import class_like
 from zerofx.sharding.overlaps import overlap, reach
 from zerofx.torch_private import (
     PLAIN_RESULTS,
@@ -78,6 +79,11 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
             _has_own_operations,
             "are of a class with operations of its own, which full values do not have",
             "make them plain nn.Parameters, and write in forward what the class does",
+        ),
+        (
+            _is_of_closed_class,
+            "are of a class that sharded parameters cannot be of as well",
+            "leave its __slots__ and its metaclass out, or make them plain nn.Parameters",
         ),
         (_is_other_dtype, "are not real floating point", "make them buffers, or use float dtypes"),
     ]
@@ -178,6 +184,14 @@ def _has_own_operations(param: nn.Parameter) -> bool:
     function: Any = type(param).__torch_function__
     usual = PLAIN_RESULTS, Tensor.__torch_function__.__func__
     return is_made_of_tensors(param) or getattr(function, "__func__", function) not in usual
+
+
+def _is_of_closed_class(param: nn.Parameter) -> bool:
+    try:
+        class_like(type(param))
+    except TypeError:
+        return True
+    return False
 
 
 def _is_other_dtype(param: nn.Parameter) -> bool:

@@ -19,8 +19,9 @@ from zerofx.runtime.dtensor_rules import answer_libraries
 from zerofx.runtime.host_memory import keep_freed_memory
 from zerofx.runtime.params import ParamState, make_state
 from zerofx.runtime.session import Session
+from zerofx.runtime.user_classes import follow_class
 from zerofx.sharding import materialise, old_handles, unrecorded
-from zerofx.sharding.assignments import drop_unowned
+from zerofx.sharding.assignments import follow_model
 from zerofx.sharding.casts import cast_border, param_dtypes
 from zerofx.sharding.classes import bind
 from zerofx.sharding.comparisons import refuse_comparisons
@@ -74,7 +75,7 @@ def shard_model(
     refuse_comparisons(model)
     session = session_of(model)
     if session is not None:
-        drop_unowned(session)
+        follow_model(session)
     known = {id(state.param) for state in session.states} if session else set()
     names = _names_by_parameter(model, known)
     olds = {
@@ -113,11 +114,12 @@ def shard_model(
 
     replaced = {key: (param, sharded(key, param)) for key, param in olds.items()}
     _install(model, replaced)
-    if not known:
-        cast_border(model, config)
     root = session.root()
     if root is None or model not in root.modules():
         session.set_root(model)
+        cast_border(model, config)
+    if known:
+        follow_model(session)  # names begin at the root
     for optimizer in holders.optimizers:
         old_handles.move_optimizer(optimizer, replaced, cut)
     make_attributes_stale(model, replaced)
@@ -256,6 +258,7 @@ def _shard_parameter(
     state.dirty = rows is not None  # a resident copy is gathered by the first forward
     if old.grad is not None:
         state.param.grad = cut(_mean(old.grad, session), state)
+    follow_class(old, state.param)
     old_handles.move_attributes(old, state.param)
     return state
 
