@@ -13,6 +13,7 @@ from tests.hard.pair import EAGER, draw, full
 from tests.hard.wire import watched
 from tests.ranks import run_ranks
 from zerofx.errors import UnsupportedError
+from zerofx.sharding.shard import session_of
 
 WIDTH = 6
 Scenario = Callable[[nn.Module, Any], list[Tensor]]
@@ -108,8 +109,6 @@ def test_keeping_changes_no_value() -> None:
 
 def _messages(budget: int | None) -> tuple[int, int, int]:
     """Messages of a backward, bytes in use after it, and after a forward alone and a step."""
-    from zerofx.sharding.shard import session_of
-
     model = _model()
     options = {**EAGER, "memory_budget": budget, "bucket_bytes": 200}
     run = torch.compile(model, backend="zero3", options=options)
@@ -129,3 +128,46 @@ def test_kept_values_are_not_gathered_again_and_leave_no_memory_behind() -> None
     strict, last, everything = (run_ranks(2, _messages, b)[0] for b in (0, None, 10_000))
     # Backward reads the weights of two layers (inputs need no gradient), and reduces three buckets.
     assert [strict, last, everything] == [(5, 0, 0), (4, 0, 0), (3, 0, 0)]
+
+
+class _Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+class _Broken(nn.Module):
+    """Dynamo leaves loops with breaks alone: every layer is a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Layer(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def _several_graphs() -> list[tuple[int, int, list[Tensor]]]:
+    """For each budget: bytes kept after a forward, in use after its backward, and gradients."""
+    found = []
+    for budget in (None, 2 * 4 * WIDTH * WIDTH, 10_000):
+        torch.compiler.reset()
+        model = _Broken()
+        run = torch.compile(model, backend="zero3", options={**EAGER, "memory_budget": budget})
+        loss = run(draw(4, WIDTH).requires_grad_()).square().mean()
+        session = session_of(model)
+        assert session is not None
+        kept = session.gathered.used_bytes()
+        loss.backward()
+        found.append((kept, session.gathered.used_bytes(), _gradients(model)))
+    return found
+
+
+def test_the_graphs_of_a_forward_share_one_budget() -> None:
+    last, two, everything = run_ranks(2, _several_graphs)[0]
+    weight = 4 * WIDTH * WIDTH
+    assert [last[:2], two[:2], everything[:2]] == [(weight, 0), (2 * weight, 0), (3 * weight, 0)]
+    assert all(map(torch.equal, last[2] * 2, two[2] + everything[2]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -60,7 +60,7 @@ def lower(
     places = Places(program)
     segments = [piece for piece in pieces if isinstance(piece, Segment)]
     compiled = iter(compiler.compile(segments, is_backward=backward))
-    steps: list[Step] = []
+    steps = list(_making_room(program))
     for index, piece in enumerate(pieces):
         read, made = _read_by(piece), _made_by(piece)
         if isinstance(piece, Segment):
@@ -85,6 +85,20 @@ def lower(
     alone = all(spec.layout.num_ranks == 1 for spec in program.params.values())
     # Means of one rank are the gradients themselves, which the user may clip in place.
     return Executable(steps, len(inputs), len(number), outputs, unread, apart=backward and alone)
+
+
+def _making_room(program: Program) -> Iterator[Step]:
+    """What comes before all else in a program that keeps values."""
+    sizes = dict[int, int]()
+    for node in program.calls(ops.KEEP):
+        handle = _handle(node, 2)
+        sizes[handle] = sizes.get(handle, 0) + program.full_bytes(node)
+    for handle, size in sizes.items():
+        yield Step(_room_in(handle, size), inputs=(), outputs=(), drops=(), many=False)
+
+
+def _room_in(handle: int, size: int) -> Run:
+    return lambda args: domain_of(handle).session.kept.make_room(size)
 
 
 def _read_by(piece: fx.Node | Segment) -> tuple[fx.Node, ...]:

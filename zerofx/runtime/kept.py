@@ -10,15 +10,31 @@ from zerofx.runtime.params import ParamState
 
 
 class KeptValues:
-    """Values kept instead of freed, by parameter; `gathered` counts their memory.
+    """Values kept instead of freed, by parameter, oldest first.
 
     All ranks keep and drop the same ones, since what decides is the order of programs and whether
     a parameter was edited.
+
+    Args:
+        gathered: counts their memory.
+        budget: bytes that several graphs of one forward may keep together.
     """
 
-    def __init__(self, gathered: GatheredMemory) -> None:
+    def __init__(self, gathered: GatheredMemory, budget: int) -> None:
         self._gathered = gathered
+        self._budget = budget
         self._values: dict[int, tuple[Tensor, tuple[int, int, int]]] = {}
+
+    def make_room(self, num_bytes: int) -> None:
+        """A forward begins that keeps `num_bytes`: what others kept goes, until all fits.
+
+        A program's own last bucket costs nothing at the peak, the last one of another does.
+        """
+        total = num_bytes + sum(full.nbytes for full, _ in self._values.values())
+        while self._values and total > self._budget:
+            oldest, _ = self._values.pop(next(iter(self._values)))
+            self._gathered.give_back(oldest)
+            total -= oldest.nbytes
 
     def put(self, state: ParamState, full: Tensor) -> None:
         """Keep `full`, the value of `state`'s parameter as it is now."""

@@ -83,7 +83,7 @@ class Session:
         self._root: weakref.ref[nn.Module] | None = None
         self.gathered = GatheredMemory()
         self._left: list[Pending] = []
-        self.kept = KeptValues(self.gathered)
+        self.kept = KeptValues(self.gathered, config.memory_budget or 0)
         self.handed_out = HandedOut()
         self.codes = CodeMemory.empty(config.drift_every)
         ranks = members(self.mesh)
