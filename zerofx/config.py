@@ -73,7 +73,9 @@ class ZeroConfig:
             of values ahead of every use.
         memory_budget: bytes of full values that stage 3 may keep from forward to backward instead
             of gathering them again. 0: none, strictly. By default the last bucket of forward, which
-            backward needs first, is kept, and nothing else.
+            backward needs first, is kept, and nothing else. The graphs of one forward (a graph
+            break, blocks compiled alone) share the budget: as one begins, what earlier ones kept
+            goes, oldest first, until it fits beside what this one keeps.
         keep_freed_memory: on CPUs, have glibc keep the memory that this process frees instead of
             giving it back to the system, which would map it anew in every step. It holds for the
             whole process, and for good; no more is kept than was once in use.

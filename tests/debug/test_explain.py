@@ -160,10 +160,11 @@ def test_breaks_name_the_line_and_the_remedy() -> None:
 
 
 def test_a_graph_counts_as_often_as_a_step_runs_it() -> None:
-    config = zerofx.ZeroConfig(inner="eager", dump="")
     x = torch.zeros(4, 64, requires_grad=True)  # the first block is like the others
-    found, deep = (
-        zerofx.explain(Talkative(depth), x, config=config, machine=MACHINE) for depth in (1, 4)
+    (found, deep), (kept, deep_kept), (_, all_kept) = (
+        [zerofx.explain(Talkative(depth), x, config=config, machine=MACHINE) for depth in (1, 4)]
+        for budget in (0, None, 1 << 30)
+        for config in [zerofx.ZeroConfig(inner="eager", dump="", memory_budget=budget)]
     )
     assert found.captured.graphs == deep.captured.graphs
     assert {each.runs for each in deep.collectives} == {4.0}
@@ -172,6 +173,13 @@ def test_a_graph_counts_as_often_as_a_step_runs_it() -> None:
     assert deep.outcome.times.exposed == pytest.approx(4 * found.outcome.times.exposed)
     assert deep.outcome.peak.activations > found.outcome.peak.activations
     assert sum(each.wire_bytes for each in deep.collectives) == deep.outcome.sent_bytes
+    # Of four blocks only the last one's values are kept, unless there is room for all.
+    saved = found.outcome.sent_bytes - kept.outcome.sent_bytes
+    sent = [each.outcome.sent_bytes for each in (deep_kept, all_kept)]
+    assert saved > 0 and sent == [deep.outcome.sent_bytes - n * saved for n in (1, 4)]
+    assert {1.0, 3.0, 4.0} >= {each.runs for each in deep_kept.collectives} > {4.0}
+    peaks = [each.outcome.peak.gathered for each in (kept, deep_kept, all_kept)]
+    assert peaks[0] == peaks[1] < peaks[2]
     text = "\n".join(as_text(deep))
     assert "×4" in text and "missing" in text
     assert "missing" not in "\n".join(as_text(explained()))

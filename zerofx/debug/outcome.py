@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-
-from torch import fx
+from collections.abc import Sequence
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Peak
-from zerofx.cost.machine import Machine, left_to
+from zerofx.cost.machine import Machine
 from zerofx.cost.memory import FP32_ADAM
+from zerofx.cost.micro_batches import MicroBatches
+from zerofx.debug.runs import GraphRuns, runs_of, starts_of
 from zerofx.frontend.dump import Reader
 from zerofx.frontend.rehearsal import Rehearsal
-from zerofx.frontend.resident import is_hybrid, rest_of, update_seconds
+from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.views import (
     Programs,
     Times,
     coded_in,
     forecast_of,
-    sending,
     timeline_of,
     timelines,
     times_of,
 )
-from zerofx.ir.codes import all_reduced_bytes, wire_dtype
+from zerofx.ir.codes import wire_dtype
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, is_call
-from zerofx.ir.program import Program
-from zerofx.ir.spec import Layout, ParamSpec
+from zerofx.ir.ops import STARTS
+from zerofx.ir.spec import ParamSpec
 from zerofx.ir.text import node_names
 
 
@@ -126,10 +124,9 @@ def outcome_of(
 ) -> Outcome:
     """What these programs do."""
     machine, fused = setting.machine, setting.config.inner == "inductor"
-    gathered, times = _gathered_earlier(programs, rehearsals), Times(0.0, 0.0)
-    graphs = list(zip(programs, rehearsals, gathered, strict=True))
-    for both, each, there in graphs:
-        times = times.plus(_times(both, each, setting, there), 1.0)
+    graphs, times = runs_of(programs, rehearsals, setting.config), Times(0.0, 0.0)
+    for graph in graphs:
+        times = times.plus(_times(graph, setting), 1.0)
     many = sum(each.runs for each in rehearsals) > 1
     laid, resident = rest_of(
         _all_params(rehearsals),
@@ -142,27 +139,31 @@ def outcome_of(
         accumulates=many,
     )
     update = update_seconds(laid, resident, machine)
-    sent = [
-        found
-        for both, each, there in graphs
-        for found in _sending(both, each, setting.config, there)
-    ]
+    micro_batches = MicroBatches.of(setting.config)
+    sent = [each for graph in graphs for each in graph.traveled(micro_batches).values()]
     peaks: list[Peak] = []
     earlier = 0  # what the graphs before this one keep for their backward
-    for both, each, _ in graphs:
+    for graph, each in zip(graphs, rehearsals, strict=True):
         forecast, held = forecast_of(
-            both, resident, machine.algorithms, fused=fused, accumulates=many
+            graph.programs,
+            resident,
+            machine.algorithms,
+            fused=fused,
+            accumulates=many,
+            kept=graph.kept,
         )
-        peak, kept = forecast.peak(1), sum(held.values.values())
-        earlier += (each.nested - 1) * kept
+        peak, left = forecast.peak(1), sum(held.values.values())
+        earlier += (each.nested - 1) * left
         if peak.phase != "optimizer step":
-            peak = dataclasses.replace(peak, activations=peak.activations + earlier)
+            more = {"activations": earlier, "gathered": graph.kept_by_others}
+            sums = {name: getattr(peak, name) + size for name, size in more.items()}
+            peak = dataclasses.replace(peak, **sums)
         peaks.append(peak)
-        earlier += kept
+        earlier += left
     return Outcome(
         dataclasses.replace(times, update=update),
         max(peaks, key=lambda peak: peak.total),
-        sum(each.wire_bytes for each in sent),
+        round(sum(each.wire_bytes for each in sent)),
         round(sum(each.runs for each in sent)),
     )
 
@@ -173,118 +174,73 @@ def collective_times(
     """All collectives in order, those left out that send nothing."""
     fused = setting.config.inner == "inductor"
     out: list[CollectiveTime] = []
-    gathered = _gathered_earlier(programs, rehearsals)
-    graphs = enumerate(zip(programs, rehearsals, gathered, strict=True))
-    for number, (both, each, there) in graphs:
-        sent = {found.start: found for found in _sending(both, each, setting.config, there)}
-        found_timelines = timelines(both, setting.machine, fused=fused, there=there)
-        for program, timeline in zip(both, found_timelines, strict=True):
-            names = node_names(program)
-            for span, exposed in timeline.exposure():
-                if (found := sent.get(span.node)) is None:
-                    continue
-                record, runs = facts(span.node), found.runs
-                out.append(
-                    CollectiveTime(
-                        number,
-                        program.region.value,
-                        names[span.node],
-                        record.members,
-                        wire_dtype(program, span.node),
-                        found.wire_bytes,
-                        round(runs * record.scale_bytes),
-                        found.across_bytes,
-                        runs * (span.end - span.begin),
-                        runs * exposed,
-                        span.begin,
-                        runs,
-                    )
+    micro_batches = MicroBatches.of(setting.config)
+    for number, graph in enumerate(runs_of(programs, rehearsals, setting.config)):
+        sent = graph.traveled(micro_batches)
+        spent = _spent(graph, micro_batches, setting.machine, fused=fused)
+        starts = {at: start for start, at in starts_of(graph.programs).items()}
+        names = [node_names(program) for program in graph.programs]
+        for at in sorted(sent, key=lambda at: (at[0], spent[at].begin)):
+            program, start, found, busy = graph.programs[at[0]], starts[at], sent[at], spent[at]
+            record = facts(start)
+            out.append(
+                CollectiveTime(
+                    number,
+                    program.region.value,
+                    names[at[0]][start],
+                    record.members,
+                    wire_dtype(program, start),
+                    round(found.wire_bytes),
+                    round(found.runs * record.scale_bytes),
+                    round(found.across_bytes),
+                    busy.seconds,
+                    busy.exposed,
+                    busy.begin,
+                    found.runs,
                 )
+            )
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sent:
-    """What a step sends in one collective.
+@dataclasses.dataclass
+class _Spent:
+    """Seconds of all runs of a collective; see `CollectiveTime`."""
 
-    Attributes:
-        start: of the collective.
-        runs: how often.
-        wire_bytes: in all of these.
-        across_bytes: those that leave the rank's node.
-    """
-
-    start: fx.Node
-    runs: float
-    wire_bytes: int
-    across_bytes: int
+    begin: float
+    seconds: float = 0.0
+    exposed: float = 0.0
 
 
-def _gathered_earlier(
-    programs: Sequence[Programs], rehearsals: Sequence[Rehearsal]
-) -> list[frozenset[str]]:
-    """For each graph the resident copies that others of its model gathered in the same step."""
-    found: dict[tuple[ParamSpec, ...], frozenset[str]] = {}
-    out: list[frozenset[str]] = []
-    for both, each in zip(programs, rehearsals, strict=True):
-        out.append(before := found.get(each.params, frozenset()))
-        if each.runs >= 1:  # in every step
-            specs = both[0].params.items()
-            found[each.params] = before.union(n for n, spec in specs if spec.layout.resident)
-    return out
+def _spent(
+    graph: GraphRuns, micro_batches: MicroBatches, machine: Machine, *, fused: bool
+) -> dict[tuple[int, int], _Spent]:
+    """By program and place among its collectives."""
+    found: dict[tuple[int, int], _Spent] = {}
+    for kind in graph.kinds:
+        sent, starts = kind.traveled(micro_batches), starts_of(kind.programs)
+        for timeline in timelines(kind.programs, machine, fused=fused, left=kind.left):
+            for span, exposed in timeline.exposure():
+                if (at := starts[span.node]) in sent:
+                    spent = found.setdefault(at, _Spent(span.begin))
+                    spent.seconds += sent[at].runs * (span.end - span.begin)
+                    spent.exposed += sent[at].runs * exposed
+    return found
 
 
-def _sending(
-    programs: Programs, rehearsal: Rehearsal, config: ZeroConfig, there: frozenset[str]
-) -> Iterator[_Sent]:
-    """The collectives that send something."""
-    for program, start, sent in sending(programs, there):
-        across = program.bytes_across_nodes(start, sent)
-        runs = _runs(program, start, rehearsal, config)
-        once = rehearsal.runs / config.accumulate
-        # On a hybrid mesh the hop between replicas waits for the last backward.
-        waits = is_hybrid(config) and once < runs
-        shared = all_reduced_bytes(program, start) if waits else 0
-        left = shared if _layout(program, start).replicas_apart else 0
-        yield _Sent(
-            start,
-            runs,
-            round(runs * (sent - shared) + once * shared),
-            round(runs * (across - left) + once * left),
-        )
-
-
-def _runs(program: Program, start: fx.Node, rehearsal: Rehearsal, config: ZeroConfig) -> float:
-    """How often a step runs a collective.
-
-    A resident copy is gathered once after each optimizer step, for each of the equal blocks that
-    share a graph; gradients that `accumulate` holds back travel once for all.
-    """
-    layout = _layout(program, start)
-    if not is_call(start, REDUCE_START):
-        return min(rehearsal.runs, rehearsal.nested) if layout.resident else rehearsal.runs
-    held = config.stage < 2 or (is_hybrid(config) and not layout.sharded)
-    return rehearsal.runs / config.accumulate if held else rehearsal.runs
-
-
-def _layout(program: Program, start: fx.Node) -> Layout:
-    return program.params[facts(start).members[0]].layout
-
-
-def _times(
-    programs: Programs, rehearsal: Rehearsal, setting: Setting, there: frozenset[str]
-) -> Times:
+def _times(graph: GraphRuns, setting: Setting) -> Times:
     """All runs of a graph in a step: those that send everything, and those that send less."""
-    fused, config = setting.config.inner == "inductor", setting.config
-    runs = {each.start: each.runs for each in _sending(programs, rehearsal, config, there)}
+    fused, micro_batches = setting.config.inner == "inductor", MicroBatches.of(setting.config)
     times = Times(0.0, 0.0)
-    for program, kept in zip(programs, left_to(programs, there), strict=True):
-        own = {start: runs[start] for start in program.graph.nodes if start in runs}
-        before = 0.0
-        for often in sorted({*own.values(), rehearsal.runs}):
-            silent = {start for start, number in own.items() if number < often}
-            found = timeline_of(program, setting.machine, kept, fused=fused, silent=silent)
-            times, before = times.plus(times_of([found]), often - before), often
+    for kind in graph.kinds:
+        sent, starts = kind.traveled(micro_batches), starts_of(kind.programs)
+        for program, left in zip(kind.programs, kind.left, strict=True):
+            places = {start: starts[start] for start in program.calls(*STARTS)}
+            own = {start: sent[at].runs for start, at in places.items() if at in sent}
+            before = 0.0
+            for often in sorted({*own.values(), kind.number}):
+                silent = {start for start, number in own.items() if number < often}
+                line = timeline_of(program, setting.machine, left, fused=fused, silent=silent)
+                times, before = times.plus(times_of([line]), often - before), often
     return times
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.config import ZeroConfig
 from zerofx.cost.machine import machine_of
+from zerofx.cost.micro_batches import MicroBatches
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate
@@ -263,4 +264,4 @@ def _setting(config: ZeroConfig, session: Session | None) -> Setting:
     if session is None:
         return Setting(machine_of("cpu"), 1, fused)
     machine = machine_of(session.device.type, session.network.table)
-    return Setting(machine, session.world.size, fused)
+    return Setting(machine, session.world.size, fused, MicroBatches.of(config))

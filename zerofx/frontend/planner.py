@@ -28,7 +28,8 @@ from zerofx.frontend.layouts import buffer_bytes, describe_params, lay_out
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
-from zerofx.frontend.views import Times, Traffic, View, grow, look, total_of
+from zerofx.frontend.traffic import Traffic, total_of
+from zerofx.frontend.views import Times, View, grow, look
 from zerofx.frontend.weigh import CODING, Weighing, pays
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import default_target

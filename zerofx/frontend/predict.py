@@ -17,6 +17,7 @@ from zerofx.cost.lifetimes import KINDS, Lifetime, lifetimes, live_at, live_at_e
 from zerofx.cost.link import Link
 from zerofx.cost.liveness import NOTHING_HELD, Held, held_after
 from zerofx.cost.machine import Machine
+from zerofx.cost.micro_batches import ONE_MICRO_BATCH, MicroBatches
 from zerofx.frontend.views import timeline_of
 from zerofx.ir import ops
 from zerofx.ir.facts import facts
@@ -49,11 +50,13 @@ class Setting:
         machine: of each rank.
         num_ranks: W.
         fused: whether kernels are fused, as Inductor does.
+        micro_batches: of a step.
     """
 
     machine: Machine
     num_ranks: int
     fused: bool
+    micro_batches: MicroBatches = ONE_MICRO_BATCH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +68,14 @@ class Prediction:
         timeline: when its nodes run.
         lives: what it holds.
         kept: of a backward program, parameters that forward left whole.
+        micro_batches: of a step.
     """
 
     program: Program
     timeline: Timeline
     lives: Sequence[Lifetime]
     kept: frozenset[str] = frozenset()
+    micro_batches: MicroBatches = ONE_MICRO_BATCH
 
 
 def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> Prediction:
@@ -85,7 +90,7 @@ def predict(program: Program, setting: Setting, before: Held = NOTHING_HELD) -> 
     kept = frozenset(before.kept)
     timeline = timeline_of(program, machine, kept, fused=fused)
     lives = lifetimes(program, machine.algorithms, fused=fused, before=before)
-    return Prediction(program, timeline, lives, kept)
+    return Prediction(program, timeline, lives, kept, setting.micro_batches)
 
 
 def left_by(program: Program, setting: Setting) -> Held:

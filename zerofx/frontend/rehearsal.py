@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from zerofx.config import Inner, ZeroConfig
 from zerofx.cost.machine import Machine, machine_of
+from zerofx.cost.micro_batches import MicroBatches
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs
 from zerofx.frontend.capture import Capture
@@ -82,7 +83,8 @@ class Rehearsal:
         if weighing is None:
             weighing = self.weighed(config, num_ranks, machine)
         passes = decided(pipeline(config, machine.most_bucket_bytes), weighing)
-        setting = Setting(machine, num_ranks, self.inner == "inductor")
+        fused, micro_batches = self.inner == "inductor", MicroBatches.of(config)
+        setting = Setting(machine, num_ranks, fused, micro_batches)
         dump = Dump(0, passes, readers, setting) if readers else None
         made = self.halves(config, num_ranks, dump)
         for program in made:

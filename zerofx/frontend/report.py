@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.cost.machine import already_whole, bytes_sent
+from zerofx.cost.micro_batches import ONE_MICRO_BATCH
 from zerofx.frontend.breaks import Break
+from zerofx.frontend.micro_programs import programs_of_micro_batches
 from zerofx.frontend.predict import (
     Prediction,
     Setting,
@@ -121,10 +123,10 @@ def describe_graph(
 
 
 def wire_bytes_per_step(programs: Sequence[dict[str, Json]]) -> int | None:
-    """Bytes that a rank sends in forward and backward; `None` before there is a backward.
+    """Bytes that a rank sends from one optimizer step to the next; `None` without a backward.
 
-    What forward keeps, backward does not gather again. Stages 1 and 2 gather once per optimizer
-    step, which is counted as one step here, and what is frozen at most once, which is not counted.
+    In all its micro-batches. What forward keeps, backward does not gather again. Stages 1 and 2
+    gather once per optimizer step, and what is frozen at most once, which is not counted.
     """
     found = {each["region"]: each for each in programs}
     if Region.BACKWARD.value not in found:
@@ -195,7 +197,7 @@ def _describe_collectives(
 ) -> Iterator[dict[str, Json]]:
     names = node_names(program)
     seconds = collective_seconds(found) if found else {}
-    whole = already_whole(program, found.kept if found else frozenset())
+    in_a_step = _bytes_in_a_step(program, found)
     late = {
         start: why
         for each in passes
@@ -218,7 +220,7 @@ def _describe_collectives(
             "codecs": list(ops.codecs(start)),
             "wire_dtype": wire_dtype(program, start),
             "wire_bytes": record.wire_bytes,
-            "bytes_per_step": bytes_sent(program, start, whole),
+            "bytes_per_step": in_a_step[start],
             "across_nodes_bytes": program.bytes_across_nodes(start),
             "scale_bytes": record.scale_bytes,
             "exact": record.exact,
@@ -227,6 +229,20 @@ def _describe_collectives(
             "exposed_seconds": round_seconds(exposed),
             "starts_late": late.get(start, ""),
         }
+
+
+def _bytes_in_a_step(program: Program, found: Prediction | None) -> dict[fx.Node, int]:
+    """What a rank sends in each collective, in all micro-batches."""
+    whole = already_whole(program, found.kept if found else frozenset())
+    micro_batches = ONE_MICRO_BATCH
+    if found is not None and program.region is not Region.INFERENCE:
+        micro_batches = found.micro_batches
+    totals = dict.fromkeys(program.calls(*ops.STARTS), 0.0)
+    for part, number in programs_of_micro_batches(program, micro_batches.number):
+        for start, there in zip(totals, part.calls(*ops.STARTS), strict=True):
+            sent = bytes_sent(part, there, whole)
+            totals[start] += micro_batches.traveled(part, there, sent, number).wire_bytes
+    return {start: round(total) for start, total in totals.items()}
 
 
 def _describe_buckets(

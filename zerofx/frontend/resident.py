@@ -9,6 +9,7 @@ from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Resident
 from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision, states
+from zerofx.cost.micro_batches import is_hybrid
 from zerofx.frontend.layouts import lay_out
 from zerofx.frontend.weigh import CODING
 from zerofx.ir.spec import ParamSpec
@@ -64,11 +65,6 @@ def _held_back(laid: Iterable[ParamSpec], config: ZeroConfig) -> int:
         if spec.trainable and (config.stage < 2 or is_hybrid(config)):
             total += math.prod(size) * (layout.reduce_dtype or spec.full_dtype).itemsize
     return total
-
-
-def is_hybrid(config: ZeroConfig) -> bool:
-    """Whether groups of ranks hold the same shards."""
-    return config.replicate > 1 if config.mesh is None else config.mesh.ndim == 2
 
 
 def _widening(spec: ParamSpec) -> int:

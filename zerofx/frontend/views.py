@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -13,10 +13,10 @@ from zerofx.cost.curve import Curve
 from zerofx.cost.forecast import Forecast, Resident
 from zerofx.cost.lines import Line, deepen, line_of, line_through
 from zerofx.cost.liveness import Held, held_after, live_bytes
-from zerofx.cost.machine import Machine, already_whole, bytes_sent, left_to
-from zerofx.ir.codes import wire_dtype
+from zerofx.cost.machine import Machine, already_whole, left_to
+from zerofx.frontend.traffic import NOTHING_SENT, Traffic, traffic
 from zerofx.ir.facts import facts
-from zerofx.ir.ops import REDUCE_START, STARTS, UNSHARD_START, codecs, collective_of, is_call
+from zerofx.ir.ops import REDUCE_START, UNSHARD_START, codecs, collective_of
 from zerofx.ir.program import Program
 from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
@@ -24,13 +24,6 @@ from zerofx.sim.timeline import Timeline, simulate
 
 Programs = tuple[Program, Program]
 """Forward and backward."""
-
-_NOTHING = (0.0, 0.0, 0.0)
-
-
-Traffic = Mapping[tuple[str, str, str], tuple[float, float, float]]
-"""By region, `gather` or `reduce`, and what is on the wire: bytes that a rank sends in a step; of
-these, the scales of codes; and those that leave its node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +120,7 @@ def forecast_of(
     *,
     fused: bool,
     accumulates: bool,
+    kept: Collection[str] | None = None,
 ) -> tuple[Forecast, Held]:
     """The memory of programs of one batch size, in batches of that size; and what forward leaves.
 
@@ -136,8 +130,9 @@ def forecast_of(
         algorithms: which calls move a bucket.
         fused: whether kernels are fused, as Inductor does.
         accumulates: see `live_bytes`.
+        kept: parameters that backward finds whole; by default all that forward keeps.
     """
-    forward, backward, held = _curves(programs, algorithms, fused, accumulates=accumulates)
+    forward, backward, held = _curves(programs, algorithms, fused, accumulates, kept)
     lasting = sum(held.values[piece] for piece in held.lasting)
     return Forecast(resident, line_of(forward), line_of(backward), (lasting, 0.0)), held
 
@@ -175,48 +170,11 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
         {
             key: (grown(one[0], two[0]), grown(one[1], two[1]), grown(one[2], two[2]))
             for key in {**few.traffic, **more.traffic}
-            for one, two in [(few.traffic.get(key, _NOTHING), more.traffic.get(key, _NOTHING))]
+            for one, two in [
+                (few.traffic.get(key, NOTHING_SENT), more.traffic.get(key, NOTHING_SENT))
+            ]
         },
     )
-
-
-def total_of(traffic: Traffic) -> tuple[int, int]:
-    """All bytes, and those of them that leave the rank's node."""
-    sent = traffic.values()
-    return round(sum(total for total, _, _ in sent)), round(sum(across for _, _, across in sent))
-
-
-def traffic(programs: Programs) -> Traffic:
-    """What a rank sends in a step.
-
-    Gathers, and reductions; kept values are not sent again.
-    A resident copy is gathered once a step, although forward and backward both ask for it.
-    """
-    found: dict[tuple[str, str, str], tuple[float, float, float]] = {}
-    for program, start, sent in sending(programs):
-        kind = "reduce" if is_call(start, REDUCE_START) else "gather"
-        key = (program.region.value, kind, wire_dtype(program, start))
-        record = facts(start)
-        scales = record.scale_bytes * sent // record.wire_bytes
-        sizes = (sent, scales, program.bytes_across_nodes(start, sent))
-        before = found.get(key, _NOTHING)
-        found[key] = (before[0] + sizes[0], before[1] + sizes[1], before[2] + sizes[2])
-    return found
-
-
-def sending(
-    programs: Programs, there: frozenset[str] = frozenset()
-) -> Iterator[tuple[Program, fx.Node, int]]:
-    """The collectives of a step that send something, where they are, and bytes that a rank sends.
-
-    Of an average step: the copies of frozen parameters that stages 1 and 2 gather at most once do
-    not count, nor those that earlier graphs gathered: `there`.
-    """
-    for program, kept in zip(programs, left_to(programs, there), strict=True):
-        whole = already_whole(program, kept)
-        for start in program.calls(*STARTS):
-            if sent := bytes_sent(program, start, whole):
-                yield program, start, sent
 
 
 def gathered_before(programs: Programs) -> set[fx.Node]:
@@ -230,7 +188,11 @@ def gathered_before(programs: Programs) -> set[fx.Node]:
 
 
 def timelines(
-    programs: Programs, machine: Machine, *, fused: bool, there: frozenset[str] = frozenset()
+    programs: Programs,
+    machine: Machine,
+    *,
+    fused: bool,
+    left: tuple[frozenset[str], frozenset[str]] | None = None,
 ) -> tuple[Timeline, Timeline]:
     """Forward and backward in simulated time.
 
@@ -238,9 +200,9 @@ def timelines(
         programs: after all passes.
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
-        there: resident copies that earlier graphs gathered.
+        left: parameters that are whole as each begins; by default what forward keeps.
     """
-    pairs = zip(programs, left_to(programs, there), strict=True)
+    pairs = zip(programs, left or left_to(programs), strict=True)
     forward, backward = (timeline_of(each, machine, kept, fused=fused) for each, kept in pairs)
     return forward, backward
 
@@ -283,10 +245,17 @@ def times_of(timelines: Iterable[Timeline]) -> Times:
 
 
 def _curves(
-    programs: Programs, algorithms: Algorithms, fused: bool, *, accumulates: bool = False
+    programs: Programs,
+    algorithms: Algorithms,
+    fused: bool,
+    accumulates: bool = False,
+    kept: Collection[str] | None = None,
 ) -> tuple[Curve, Curve, Held]:
     forward, backward = programs
     held = held_after(forward, algorithms, fused=fused)
+    if kept is not None:
+        found = {name: size for name, size in held.kept.items() if name in kept}
+        held = dataclasses.replace(held, kept=found)
     return (
         live_bytes(forward, algorithms, fused=fused),
         live_bytes(backward, algorithms, fused=fused, before=held, accumulates=accumulates),

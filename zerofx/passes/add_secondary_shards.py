@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import fx
@@ -69,6 +70,18 @@ class AddSecondaryShards(Pass):
         inside = tuple((start, _sent_bytes(program, start)) for start in _gathers(program))
         return SecondaryPlan((), (), 0, inside)
 
+    @staticmethod
+    def there_later(forward: Program) -> tuple[tuple[fx.Node, int], ...]:
+        """As `SecondaryPlan.inside`, for the forward of a later micro-batch.
+
+        Gathers of codes find no codes where numbers are kept.
+        """
+        return tuple(
+            (start, _sent_bytes(forward, start))
+            for start in _gathers(forward)
+            if forward.region is Region.FORWARD and (not codecs(start) or _is_coded(forward, start))
+        )
+
     def apply(self, edit: Editor, plan: SecondaryPlan) -> None:
         """Insert nodes in forward, and say in backward where gathers go."""
         for end in plan.kept:
@@ -79,7 +92,12 @@ class AddSecondaryShards(Pass):
         for start in plan.coded:
             args = (*start.args[:3], True)
             edit.replace(start, edit.call_before(start, UNSHARD_START, args, facts(start)))
-        for start, sent in plan.inside:
+        self.stay_inside(edit, plan.inside)
+
+    @staticmethod
+    def stay_inside(edit: Editor, gathers: Iterable[tuple[fx.Node, int]]) -> None:
+        """Say of gathers, each with the bytes that this rank sends, that they stay in the node."""
+        for start, sent in gathers:
             edit.note(start, axis=NODE, wire_bytes=sent)
             note_sent(edit, start)
 

@@ -37,7 +37,8 @@ class KeepUnsharded(Pass):
     That costs no memory at the peak, which lies in backward. Within `budget_bytes` more buckets are
     kept, smallest first: a gather's latency makes them save most time per byte (ZeRO-3 sends 3Ψ,
     §7.2.2; with everything kept 2Ψ). At run time a kept value serves the next backward only, and
-    only if nobody changed the parameter meanwhile.
+    only if nobody changed the parameter meanwhile; a later graph of the same forward may take its
+    place (`zerofx.runtime.kept`).
 
     Attributes:
         budget_bytes: of kept values beyond the last bucket; 0 keeps nothing at all; by default the
