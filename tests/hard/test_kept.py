@@ -130,9 +130,13 @@ def test_kept_values_are_not_gathered_again_and_leave_no_memory_behind() -> None
     assert [strict, last, everything] == [(5, 0, 0), (4, 0, 0), (3, 0, 0)]
 
 
-class _Layer(nn.Linear):
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).tanh()
+        return self.linear(x).tanh()
 
 
 class _Broken(nn.Module):
@@ -141,7 +145,7 @@ class _Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(_Layer(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -156,7 +160,8 @@ def _several_graphs() -> list[tuple[int, int, list[Tensor]]]:
     for budget in (None, 2 * 4 * WIDTH * WIDTH, 10_000):
         torch.compiler.reset()
         model = _Broken()
-        run = torch.compile(model, backend="zero3", options={**EAGER, "memory_budget": budget})
+        options: dict[str, Any] = {**EAGER, "memory_budget": budget}
+        run = torch.compile(model, backend="zero3", options=options)
         loss = run(draw(4, WIDTH).requires_grad_()).square().mean()
         session = session_of(model)
         assert session is not None
