@@ -192,7 +192,7 @@ def test_buffers_that_constructors_computed_move_with_the_rest(
         model = Custom()
     real = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
     assert "angles" in real and "mask" not in real
-    shard._broadcast_buffers(model, session, moves=True)  # type: ignore[arg-type]
+    shard._broadcast_buffers(model, session, moves=True, again=False)  # type: ignore[arg-type]
     assert seen == [{"meta"}]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import zerofx
 from tests.hard.pair import EAGER, draw
 from tests.page.browser import Tab
 from tests.ranks import run_ranks
@@ -23,8 +24,8 @@ def _train(folder: str) -> None:
         torch.manual_seed(0)
         torch.compiler.reset()
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-        dump = {"dump": f"{folder}/{name}", **options}
-        run: Any = torch.compile(model, backend="zero3", options={**EAGER, **dump})
+        zerofx.shard(model, ZeroConfig(3, **EAGER, dump=f"{folder}/{name}", **options))
+        run: Any = torch.compile(model, backend="zero3", options=EAGER)
         for number in range(3):
             run(draw(2, 4, seed=number)).sum().backward()
             if number == 0:

@@ -145,7 +145,8 @@ def _shard_and_compile(
     for session in described.sessions:
         session.recompile_limit = recompile_limit()
     if not config.dump and described.session is not None:
-        config = dataclasses.replace(config, dump=described.session.config.dump)
+        asked = described.session.config
+        config = dataclasses.replace(config, dump=asked.dump, measure=asked.measure)
     watcher = watcher_of(module, described.session)
     compiled = Capture(config, described, compiler, watcher=watcher).compile(module, inputs)
     if watcher is not None:

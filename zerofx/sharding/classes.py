@@ -124,7 +124,7 @@ def _new_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         for known in moved:
             known.rehouse()
         # Of a tied parameter, another module may have had it moved.
-        if moved or vars(self)[READS] != _reads(self):
+        if moved or vars(self).get(READS, {}) != _reads(self):
             _follow(self)
         return self
 
