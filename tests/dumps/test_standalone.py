@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 
 from tests.dumps.everything import SEED, batch, local, model, step
 from tests.ranks import run_ranks
 from tests.scripts import run_script
 from zerofx.frontend import plain_ops
-from zerofx.frontend.standalone import _PlainGraph
+from zerofx.frontend.plain_graph import PlainGraph
 
 
 def _save(folder: Path, value: Any) -> None:
@@ -93,9 +94,38 @@ def test_a_program_without_its_arguments_says_what_it_takes(
         plain_ops.run(None, SimpleNamespace())
 
 
+class _Centered(nn.Module):
+    """Subtracts the mean over a group of its own, and has a name that Python would escape."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.add_module("l\\in", nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.get_submodule("l\\in")(x)
+        return (y - all_reduce(y.detach(), "avg", self.group)).square().mean()
+
+
+def _center(folder: str) -> None:
+    groups: dict[str, Any] = {"all": dist.group.WORLD, "own": dist.new_group()}
+    for name, group in groups.items():
+        options = {"inner": "eager", "min_shard_numel": 0, "dump": f"{folder}/{name}"}
+        run = torch.compile(_Centered(group), backend="zero3", options=options)
+        run(torch.ones(2, 4)).backward()
+
+
+def test_the_model_may_communicate_over_the_group_of_all_ranks_only(tmp_path: Path) -> None:
+    run_ranks(2, _center, str(tmp_path))
+    files = [tmp_path / name / "graph0" / "forward" / "program.py" for name in ("all", "own")]
+    names, refused = (compile(file.read_text(), file, "exec").co_names for file in files)
+    assert "program" in names and "program" not in refused
+    assert "all_reduce.default is over process group" in files[1].read_text()
+
+
 def test_every_rank_runs_it_on_its_own_device() -> None:
     """Rank 0's, `cuda:0`, is named nowhere."""
-    graph = object.__new__(_PlainGraph)
+    graph = object.__new__(PlainGraph)
     named = {"size": (2, 3), "device": torch.device("cuda", 0)}
     assert graph._mapped(named) == {"size": (2, 3), "device": torch.device("cuda")}
 
