@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import math
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zerofx
 from tests.fingerprint.chain import OPTIONS, WIDTH, Chain, fit
-from tests.hard.pair import EAGER, Pair
+from tests.hard.pair import EAGER, Pair, average, draw, same_gradients
 from tests.models import batch, make
 from tests.ranks import RanksFailed, run_ranks
 from zerofx.errors import UnsupportedError
@@ -34,6 +35,34 @@ def test_one_rank_recompiles_alone() -> None:
     (first, graphs), (second, more) = run_ranks(2, _fit_with_new_length, timeout=220)
     assert (graphs, more) == (1, 2)
     assert first[0] == second[0] and len(first) == len(second) == 4
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.listed = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = sum((p.square().sum() for p in self.listed.parameters()), x.new_zeros(()))
+        return self.read(x).square().sum() + penalty
+
+
+def _replaced_by_one_more_row(name: str, stage: int) -> None:
+    torch.manual_seed(0)
+    pair, wider = Pair(_Heads(), stage, rtol=1e-6), nn.Linear(7, 4)
+    for number, rows in enumerate((3, 4)):
+        if rows == 4:
+            for model in (pair.model, pair.plain):
+                setattr(model, name, copy.deepcopy(wider))
+        pair.backward(lambda run, seed: run(draw(2, 7, seed=seed)), number)
+        average(pair.plain)
+        same_gradients(pair.model, pair.plain, 1e-6)
+
+
+@pytest.mark.parametrize(("name", "stage"), [("read", 1), ("listed", 3)])
+def test_a_parameter_of_which_this_rank_has_as_many_rows_as_before(name: str, stage: int) -> None:
+    """Dynamo's guard of a `DTensor` looks at these alone, and rank 0 has two of three and four."""
+    run_ranks(2, _replaced_by_one_more_row, name, stage)
 
 
 def _fit_past_the_limit() -> None:

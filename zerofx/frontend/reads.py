@@ -22,6 +22,7 @@ from zerofx.runtime.handed_out import EDIT_OUTSIDE
 from zerofx.runtime.parameter import local_tensor
 from zerofx.torch_private import (
     ends_where_data_is_assigned,
+    guard_shape,
     is_checkpoint_call,
     is_dtensor_call,
     loses_numbers,
@@ -114,6 +115,8 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
         for node, spec in known.items():
             if not read[node]:
                 continue
+            if graph is module.graph:
+                guard_shape(node)
             with graph.inserting_before(first):
                 place = {"grad_placements": placements[spec.name]}
                 shard = graph.call_method("to_local", (node,), place)

@@ -60,9 +60,9 @@ def _follow(module: nn.Module) -> None:
         module.__dict__.pop("_flat_weights", None)
 
 
-def _reads(module: nn.Module) -> dict[str, tuple[Any, torch.dtype | None]]:
-    states = bound_states(module)
-    return {name: (each.spec.layout.handle, each.spec.cast) for name, each in states.items()}
+def _reads(module: nn.Module) -> dict[str, tuple[tuple[int, ...], int, torch.dtype | None]]:
+    specs = {name: state.spec for name, state in bound_states(module).items()}
+    return {name: (each.shape, each.layout.handle, each.cast) for name, each in specs.items()}
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:
@@ -174,11 +174,12 @@ def _parameter_property(name: str) -> property:
             # Every instruction is traced at every read, so they are few.
             # functional_call puts plain values here.
             if isinstance(param, DTensor) and name in self._zerofx_reads:
-                layout, dtype = self._zerofx_reads[name]
+                # Dynamo guards these; of a `DTensor` the rows that are here, but no global shape.
+                size, layout, dtype = self._zerofx_reads[name]
                 # Not all ranks run the same branches, but all gather.
                 outside = trace_outside()
                 # Naming the gradient's placements, which are these, would cost a guard of each.
-                full = UNSHARD(param.to_local(), param.shape, layout, dtype)
+                full = UNSHARD(param.to_local(), size, layout, dtype)
                 if outside:
                     trace_inside()
                 return full

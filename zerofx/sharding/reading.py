@@ -19,7 +19,7 @@ from zerofx.torch_private import backward_id, below_transforms, inside_transform
 STATES = "_zerofx_states"
 """Attribute of a module: what is known of its parameters."""
 READS = "_zerofx_reads"
-"""Attribute of a module: layouts and dtypes of full values, for Dynamo."""
+"""Attribute of a module: shapes, layouts and dtypes of full values, for Dynamo."""
 
 _CALL_FILE = nn.Module._call_impl.__code__.co_filename
 

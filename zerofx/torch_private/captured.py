@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 
@@ -68,6 +70,18 @@ def is_dtensor_call(node: fx.Node) -> bool:
 def is_to_local(node: fx.Node) -> bool:
     """Whether `node` of a Dynamo graph takes the local tensor of a `DTensor`."""
     return _method(node) == "to_local"
+
+
+def guard_shape(node: fx.Node) -> None:
+    """Have Dynamo compile anew where an input of its graph has another shape.
+
+    Its own guards of a `DTensor` compare the rows of this rank, and no global shape.
+
+    Args:
+        node: the input, of the graph that a backend is given.
+    """
+    shape = AttrSource(node.meta["grapharg"].source, "shape")
+    install_guard(shape.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
 def _method(node: fx.Node) -> str:
