@@ -160,7 +160,8 @@ class Accumulation:
             raise UnreducedGradientError(
                 "an optimizer steps while gradients are held back by no_sync or accumulate",
                 "run the last backward of the accumulation outside no_sync, and step once per "
-                "`accumulate` backwards",
+                "`accumulate` backwards; where a step may have fewer, as the last of an epoch, "
+                "leave that option out and use zerofx.no_sync",
                 held,
             )
 
