@@ -202,5 +202,6 @@ def _refuse_own_groups(node: fx.Node) -> None:
     schema = getattr(node.target, "_schema", None)
     names = [given.name for given in schema.arguments] if schema is not None else []
     group = {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("group_name")
-    if group is not None and group != dist.group.WORLD.group_name:
+    world = dist.group.WORLD
+    if group is not None and (world is None or group != world.group_name):
         raise _refused(node, f"{node.target} is over process group {group!r}, which is this run's")
