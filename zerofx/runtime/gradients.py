@@ -8,8 +8,8 @@ for the casts, so that a step holds no more than backward did.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,29 @@ def hold_gradients_in(param: Tensor, dtype: torch.dtype) -> None:
     param.grad_dtype = None  # any
     trains = param.requires_grad
     param.requires_grad_(True)  # a frozen one takes no hook, and may train later
-    param.register_post_accumulate_grad_hook(functools.partial(_cast, dtype=dtype))
+    before_users(param, functools.partial(_cast, dtype=dtype))
     param.requires_grad_(trains)
+
+
+def before_users(param: Tensor, see: Callable[[Tensor], None]) -> None:
+    """Let `see` have a parameter whose `.grad` a backward has left before hooks of users do.
+
+    Several see it in the order in which they came.
+    """
+    param.register_post_accumulate_grad_hook(_First(see))
+    hooks: Any = param._post_accumulate_grad_hooks
+    for key in [key for key, hook in hooks.items() if not isinstance(hook, _First)]:
+        hooks[key] = hooks.pop(key)  # `move_to_end` does not change the order that torch sees
+
+
+class _First:
+    """A hook of zerofx's own."""
+
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
+        self._see = see
+
+    def __call__(self, param: Tensor) -> None:
+        self._see(param)
 
 
 def widen_gradients(states: Iterable[ParamState]) -> None:

@@ -38,9 +38,12 @@ NAMES = tuple(name for name in dir(Tensor) if _is_in_place(name))
 _CLEARED = "_zerofx_cleared"
 
 
-def times_cleared(value: Tensor) -> int:
-    """How often a tensor was set to zero by `zero_`, through aliases too, since this was asked."""
-    return vars(value).setdefault(_CLEARED, [0])[0]
+def times_cleared(value: Tensor) -> list[int]:
+    """How often a tensor was set to zero by `zero_`, through aliases too, since this was asked.
+
+    It is counted in the list, which this tensor and its aliases have, and no other one.
+    """
+    return vars(value).setdefault(_CLEARED, [0])
 
 
 def note_cleared(value: Tensor) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerofx.errors import UnsupportedError
+from zerofx.runtime.gradients import before_users
 from zerofx.runtime.in_place import times_cleared
 from zerofx.runtime.parameter import local_tensor
 
@@ -29,7 +32,7 @@ class LocalSum:
         self.value: Tensor | None = None
         self._param = param
         self._name = name
-        self._seen: tuple[int, ...] | None = None
+        self._seen: _Mark | None = None
         self._watches = False
 
     def add(self, grad: Tensor) -> None:
@@ -52,9 +55,13 @@ class LocalSum:
             UnsupportedError: the gradient was written to otherwise, or replaced.
         """
         seen, found = self._seen, _mark(self._param.grad)
-        if seen is None or found is None or (found[0] == seen[0] and found[1] != seen[1]):
+        if seen is None or found is None:
             self.value = None
-        elif found != seen:
+            return
+        replaced = found.clearings is not seen.clearings
+        if not replaced and found.times != seen.times:
+            self.value = None
+        elif replaced or found.versions != seen.versions:
             raise UnsupportedError(
                 "a gradient was written to, or replaced, while it is held back by no_sync or "
                 "accumulate: it has not been added up yet",
@@ -74,12 +81,22 @@ class LocalSum:
             if (each := mine()) is not None:
                 each._seen = _mark(param.grad)
 
-        self._param.register_post_accumulate_grad_hook(mark)
+        before_users(self._param, mark)
 
 
-def _mark(grad: Tensor | None) -> tuple[int, ...] | None:
-    """What differs after a gradient was replaced; cleared; and written to otherwise."""
+class _Mark(NamedTuple):
+    """What tells a gradient that was replaced; cleared; and written to otherwise."""
+
+    clearings: list[int]
+    times: int
+    versions: tuple[int, int]
+
+
+def _mark(grad: Tensor | None) -> _Mark | None:
     if grad is None:
         return None
+    # A list lives as long as who remembers it; an address another tensor may get, on some ranks.
+    clearings = times_cleared(grad)
     # An op on the DTensor raises one counter, an edit of the local tensor the other.
-    return id(grad), times_cleared(grad), grad._version, local_tensor(grad)._version
+    local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+    return _Mark(clearings, clearings[0], (grad._version, local._version))
