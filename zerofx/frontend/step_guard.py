@@ -97,10 +97,10 @@ def _check(optimizer: Optimizer) -> None:
     params = params_of(optimizer)
     for state in _written_idly(optimizer, params):
         state.idle_step_begins()
-    by_rows = not isinstance(optimizer, OwnerOptimizer)
-    if by_rows and any(isinstance(param, DTensor) for param in params):
+    if any(isinstance(param, DTensor) for param in params):
         states = states_by_param()
-        cut_state(optimizer, states, cut)
+        if not isinstance(optimizer, OwnerOptimizer):  # which keeps its state whole
+            cut_state(optimizer, states, cut)
         cut_gradients(params, states, cut)
     for session in live_sessions():
         session.refuse_pending(params)
