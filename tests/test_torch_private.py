@@ -28,6 +28,7 @@ OWNERS = {
     "_cdata": "torch.UntypedStorage",  # of torch.Generator, too
     "_foreach_copy_": "torch.ops.aten",
     "_foreach_lerp_": "torch.ops.aten",
+    "_foreach_max": "torch.ops.aten",
     "_foreach_norm": "torch.ops.aten",
     "_foreach_sign_": "torch.ops.aten",
     "_get_backend": "torch.distributed.ProcessGroup",

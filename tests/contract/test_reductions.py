@@ -80,6 +80,7 @@ EXTREMES: dict[str, Callable[[Any], Any]] = {
     "amin": lambda value: value.amin(),
     "by column": lambda value: value.amax(0),
     "norm": lambda value: value.norm(torch.inf),
+    "of a list": lambda value: torch._foreach_max([value])[0],
     "of all": lambda value: torch.nn.utils.get_total_norm([value, value], torch.inf),
 }
 

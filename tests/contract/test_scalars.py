@@ -105,6 +105,7 @@ EXTREMES: dict[str, Callable[[Tensor], Any]] = {
     "smallest": lambda value: torch.linalg.vector_norm(value, -torch.inf).item(),
     "by row": lambda value: full(value.amax(1)),
     "by column": lambda value: full(value.amax(0)),
+    "of a list": lambda value: torch._foreach_max([value.detach()])[0].item(),
     "of columns": lambda value: full(torch.linalg.vector_norm(value, torch.inf, 0)),
 }
 

@@ -20,6 +20,7 @@ _NEUTRAL: dict[Any, Callable[[tuple[Any, ...]], float | None]] = {
     _aten.amin.default: lambda args: math.inf,
     _aten.linalg_vector_norm.default: lambda args: _of_norm(*args[1:2]),
     _aten._foreach_norm.Scalar: lambda args: _of_norm(*args[1:2]),
+    _aten._foreach_max.default: lambda args: -math.inf,
 }
 """What changes no result; `None`: torch knows an answer of its own for ranks without rows."""
 
