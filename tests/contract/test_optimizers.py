@@ -35,11 +35,14 @@ from zerofx.frontend import step_guard
 def _clipped(stage: int) -> None:
     model, ddp = net(), twin(net())
     run = compiled(model, stage)
-    for norm_type in (2.0, math.inf, 1.0):
+    for norm_type, foreach in ((2.0, None), (math.inf, True), (1.0, True)):
         norms = []
         for forward, module in ((run, model), (ddp, ddp)):
             forward(*data(0)).backward()
-            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.01, norm_type=norm_type)
+            if foreach:  # the default on GPUs
+                _make_whole(next(module.parameters()))
+            params = list(module.parameters())
+            norm = nn.utils.clip_grad_norm_(params, 0.01, norm_type=norm_type, foreach=foreach)
             norms.append(full(norm))
         close(*norms, f"norm {norm_type}")
         _same_gradients(model, ddp)
@@ -49,6 +52,12 @@ def _clipped(stage: int) -> None:
     largest = max(full(param.grad).abs().max().item() for param in model.parameters())
     assert math.isclose(largest, 0.003, rel_tol=1e-6)
     _same_gradients(model, ddp)
+
+
+def _make_whole(param: torch.Tensor) -> None:
+    """A gradient that the loop makes itself."""
+    assert param.grad is not None
+    param.grad = full(param.grad)
 
 
 def _same_gradients(model: nn.Module, ddp: Any) -> None:

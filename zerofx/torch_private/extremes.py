@@ -43,6 +43,10 @@ def _of_norm(order: float = 2) -> float | None:
 
 def _find(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A rank without rows answers what changes no result; torch's kernels refuse to."""
+    given, *rest = args
+    if isinstance(given, list | tuple) and not all(isinstance(each, DTensor) for each in given):
+        # Gradients that a loop made itself beside others: torch takes no such list.
+        return [op([each], *rest, **kwargs)[0] for each in given]
     neutral = _NEUTRAL[op](args)
     if neutral is not None:
         at = _DIMS.get(op, len(args))
