@@ -1,7 +1,9 @@
-"""State of optimizers in rows: as DTensors, in lists of them, and in tensors that do not say so."""
+"""State in rows: as DTensors, in lists of them, in tensors that do not say so, and in extras."""
 
 from __future__ import annotations
 
+import copy
+import types
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,32 @@ def _kept(folder: Path) -> None:
 
 def test_plain_tensors_that_are_alike_are_saved(tmp_path: Path) -> None:
     run_ranks(2, _kept, tmp_path / "a")
+
+
+def _in_extras(folder: Path) -> None:
+    model, _ = _stepped(7, KEEPS["list"])
+    average = copy.deepcopy(model)
+    (weight,) = model.parameters()
+    one = types.SimpleNamespace(shadow={"weight": weight.detach().clone()})
+    extras = {
+        "extra.ema.weight": {"step": 1, "ema": average.state_dict()},
+        "extra.1.norm": (0, [{"norm": 1}], {"norm": weight.norm()})[1:],
+        "shape [7, 3]": {"ema": one},
+    }
+    for words, extra in extras.items():
+        for save in (checkpoint.save, checkpoint.async_save):
+            with refused(words, "full_state_dict(ema)", "ModuleDict", kind=UnsupportedError):
+                save(folder / "a", model, extra=extra)
+    whole = checkpoint.full_state_dict(average)
+    loss = weight.full_tensor().sum()  # what has a history can be pickled, though not copied
+    checkpoint.async_save(folder / "b", model, extra={"ema": whole, "loss": loss}).wait()
+    found = checkpoint.load(folder / "b", model)
+    bitwise(found["ema"], {"weight": full(average.weight)})
+    assert found["loss"].item() == loss.item()
+
+
+def test_an_extra_with_rows_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _in_extras, tmp_path)
 
 
 def _listed(folder: Path) -> None:

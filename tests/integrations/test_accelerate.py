@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -140,6 +141,9 @@ def saved(folder: str) -> None:
     plain = Net()
     plain.load_state_dict(_read(folder))
     bitwise(plain.state_dict(), dict(loop.values()))
+    loop.accelerator.register_for_checkpointing(copy.deepcopy(loop.model))
+    with pytest.raises(UnsupportedError, match=r"Net\.layers\.0\.weight[\s\S]*to prepare"):
+        loop.accelerator.save_state(folder)
 
 
 def _read(folder: str) -> dict[str, torch.Tensor]:

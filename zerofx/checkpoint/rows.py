@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,7 +74,8 @@ def refuse_lost(
         f"{name}: {key} of {of}": _digest(value) if _may_be_rows(value, model[name]) else ""
         for name, each, of in entries
         if _is_cut(model.get(name))
-        for key, value in _plain(each)
+        for key, value in _tensors(each)
+        if value.ndim and not isinstance(value, DTensor)
     }
     everyones = ranks.everyones(lambda: mine)
     lost: list[str] = []
@@ -91,6 +94,37 @@ def refuse_lost(
         )
 
 
+def rows_in(value: Any, name: str) -> list[str]:
+    """What is in something that one rank pickles for all, and is that rank's part of a tensor.
+
+    Args:
+        value: anything; tensors in containers and in attributes of objects are found.
+        name: its own.
+
+    Returns:
+        Names of tensors, or shapes where no container says a name.
+    """
+    finder = _Finder()
+    with contextlib.suppress(Exception):  # what pickle does not take is refused where it is saved
+        finder.dump(value)
+    if not finder.shapes:
+        return []
+    return [at for at, each in _tensors(value, name) if _is_cut(each)] or finder.shapes
+
+
+class _Finder(pickle.Pickler):
+    """Goes through what pickle would write, looks at tensors and writes none of their values."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), 5, buffer_callback=lambda _: None)
+        self.shapes: list[str] = []
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if _is_cut(obj):
+            self.shapes.append(f"shape {list(obj.shape)}")
+        return "tensor" if isinstance(obj, Tensor) else None
+
+
 def _has_rows(value: Any) -> bool:
     if isinstance(value, (dict, list)):
         return any(map(_has_rows, value.values() if isinstance(value, dict) else value))
@@ -106,12 +140,12 @@ def _sealed(value: Any, name: str = "", *, inside: bool = False) -> Iterator[str
         yield from _sealed(item, f"{name}.{key}" if name else str(key), inside=closed)
 
 
-def _plain(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors of which torch does not know that they are rows."""
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors in containers, and their names."""
+    if isinstance(value, Tensor):
         yield name, value
     for key, item in _items(value):
-        yield from _plain(item, f"{name}.{key}" if name else str(key))
+        yield from _tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -25,7 +25,7 @@ from zerofx.checkpoint.ranks import Ranks, ranks_that_hold
 from zerofx.checkpoint.reader import needed, read_into
 from zerofx.checkpoint.saving import Saving, explained, note_running, wait_for_running
 from zerofx.checkpoint.writer import AtomicWriter, alone, find, refuse_others
-from zerofx.errors import CheckpointError
+from zerofx.errors import CheckpointError, UnsupportedError
 from zerofx.runtime.parameter import local_tensor
 from zerofx.sharding.materialise import on_meta
 from zerofx.sharding.paths import local_path
@@ -53,17 +53,20 @@ def save(
         model: plain or sharded, compiled or not. If it is sharded on a mesh of some ranks, those
             alone call this, with a path that no other model is saved to.
         optimizer: whose state is saved with it; several in a list.
-        extra: anything picklable besides (step, position in the data); rank 0's is saved.
+        extra: anything picklable besides (step, position in the data); rank 0's is saved. Sharded
+            tensors in it must be made whole before.
         node_local: the folder may be on a disk of each node, which then holds the rows of its ranks
             and all that is no rows; `load` and `latest` must be told so, too.
 
     Raises:
         CheckpointError: what has that name is no checkpoint or holds more than one, a rank could
             not write, or other ranks have saved there; what was there is untouched.
+        UnsupportedError: state of an optimizer, or the extra, has tensors that would not be whole.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.save"), _listed(optimizer)
     run = _claim(path, ranks, node_local)
     with explained(path, ranks):
+        _refuse_rows(extra, ranks)
         state = _state(model, optimizers, extra, ranks, everywhere=node_local)
         _write(path, state, ranks, node_local, run)
 
@@ -86,13 +89,15 @@ def async_save(
 
     Raises:
         CheckpointError: what has that name is no checkpoint or holds more than one; or the first
-            rank cannot copy the extra.
+            rank cannot pickle the extra.
+        UnsupportedError: as `save`.
     """
     ranks, optimizers = ranks_that_hold(model, "checkpoint.async_save"), _listed(optimizer)
     run = _claim(path, ranks, node_local)
     copied: list[Any] = []
     with explained(path, ranks):
-        ranks.agreed(lambda: copied.append(copy.deepcopy(extra)))
+        _refuse_rows(extra, ranks)
+        ranks.agreed(lambda: copied.append(_unpacked(_packed(extra))))
         extra = copied[0] if copied else None
         # torch's own stagers copy whole storages: at stages 1 and 2 the full resident values.
         state = _copied(_state(model, optimizers, extra, ranks, everywhere=node_local))
@@ -235,7 +240,19 @@ def _state(
     sent = ranks.agreed(lambda: _packed(rest)) if everywhere else b""
     if ranks.is_first:
         return state
-    return rows.join(own, _unpacked(sent)) if everywhere else own
+    return rows.join(own, _unpacked(sent, "cpu")) if everywhere else own
+
+
+def _refuse_rows(extra: Any, ranks: Ranks) -> None:
+    if found := ranks.agreed(lambda: rows.rows_in(extra, "extra")):
+        raise UnsupportedError(
+            "the extra is the first rank's, and in it are sharded tensors, of which that rank has "
+            "its part alone",
+            'save modules as one model, torch.nn.ModuleDict({"model": model, "ema": ema}), and '
+            "optimizers in a list; or put whole values into the extra, computed on all ranks: "
+            "zerofx.checkpoint.full_state_dict(ema), value.full_tensor()",
+            found,
+        )
 
 
 def _write(
@@ -257,8 +274,8 @@ def _packed(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _unpacked(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), "cpu", weights_only=False)
+def _unpacked(content: bytes, device: str | None = None) -> Any:
+    return torch.load(io.BytesIO(content), device, weights_only=False)
 
 
 def _metadata(folder: Path, ranks: Ranks, node_local: bool) -> Metadata:

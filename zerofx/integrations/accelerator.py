@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerofx
+from zerofx.checkpoint.rows import rows_in
 from zerofx.config import ZeroConfig
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.recipe_accelerator import RecipeAccelerator
 from zerofx.integrations.rivals import keeps_buffers, refuse_rivals
@@ -161,7 +162,10 @@ class Accelerator(RecipeAccelerator):
 
         Raises:
             CheckpointError: a rank could not write.
+            UnsupportedError: a registered object has rows of sharded tensors, of which Accelerate
+                would write rank 0's; names them.
         """
+        _refuse_rows(self._custom_objects)
         with self._set_aside() as pairs:
             folder = str(
                 super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
@@ -222,6 +226,18 @@ class Accelerator(RecipeAccelerator):
                 "would go over all of the data",
                 "on CPUs use TrainingArguments(use_cpu=True), or Accelerator(cpu=True)",
             )
+
+
+def _refuse_rows(registered: list[Any]) -> None:
+    states = [(type(each).__name__, each.state_dict()) for each in registered]
+    if found := [name for kind, state in states for name in rows_in(state, kind)]:
+        raise UnsupportedError(
+            "objects of register_for_checkpointing have sharded tensors, and Accelerate writes "
+            "rank 0's rows of them",
+            "give copies of a model to prepare, too, instead of registering them; else have "
+            "state_dict() make values whole: value.full_tensor()",
+            found,
+        )
 
 
 def _refuse_uneven(even_batches: bool) -> None:
