@@ -60,6 +60,10 @@ def _exported(folder: Path, max_shard_bytes: int, several: bool) -> None:
         tokens = torch.arange(12).view(2, 6)
         with torch.no_grad():
             assert torch.equal(again(tokens).logits, plain(tokens).logits)
+    export_safetensors(plain, folder / "low", dtype=torch.bfloat16)
+    low = AutoModelForCausalLM.from_pretrained(folder / "low")
+    assert (low.dtype, plain.config.dtype) == (torch.bfloat16, torch.float32)
+    assert low.config.architectures == plain.config.architectures == ["LlamaForCausalLM"]
 
 
 def _on_meta() -> nn.Module:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,9 @@ def export_safetensors(
     time, other ranks nothing but their shards.
 
     Args:
-        model: plain or sharded; a `config` that can `save_pretrained` (transformers') goes along.
-            Tied weights are written once, under their first name.
+        model: plain or sharded; a `config` that can `save_pretrained` (transformers') goes along,
+            with the model's class and the dtype of the files in it. Tied weights are written once,
+            under their first name.
         folder: on the first rank's host, which creates it.
         max_shard_bytes: most bytes of tensors in a file, unless one tensor alone has more.
         dtype: of floating-point values in the files; by default that of the model. A shard is cast
@@ -90,7 +92,8 @@ def write_files(
 
     def finish() -> None:
         write_index(partial, files, values, dtype)
-        _write_config(partial, unwrap_compiled(model))
+        floats = (each.dtype for each in values.values() if each.is_floating_point())
+        _write_config(partial, unwrap_compiled(model), dtype or next(floats, None))
         put_weights(partial, folder_of(folder))
 
     ranks.agreed(finish)
@@ -270,8 +273,12 @@ def write_index(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_config(folder: Path, model: nn.Module) -> None:
+def _write_config(folder: Path, model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Of the class and in the dtype of what is written, which the model's own may not say."""
     for name in ("config", "generation_config"):
-        config = getattr(model, name, None)
+        config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            cast(Any, config).save_pretrained(folder)
+            written = copy.deepcopy(config)
+            if hasattr(written, "architectures"):
+                written.architectures, written.dtype = [type(model).__name__], dtype
+            written.save_pretrained(folder)
