@@ -125,6 +125,12 @@ def _one_rank_alone(stage: int, folder: str) -> list[str]:
     assert torch.equal(full(model.first.weight), before)
     set_model_state_dict(model, torch.load(whole), options=StateDictOptions(full_state_dict=True))
     assert torch.equal(full(model.first.weight), before)
+    model.again, plain = model.first, net(seed=1)
+    plain.again = plain.first
+    found = zerofx.checkpoint.full_state_dict(model, plain.state_dict())
+    if dist.get_rank() == 0:
+        plain.load_state_dict(found)
+        assert torch.equal(plain.again.weight, found["first.weight"])
     return said
 
 

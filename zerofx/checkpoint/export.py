@@ -142,8 +142,8 @@ def full_state_dict(model: nn.Module, names: Collection[str] | None = None) -> d
 
     Args:
         model: plain or sharded, compiled or not.
-        names: of the values wanted, tied ones under each; by default all, tied ones once, under
-            their first name.
+        names: of the values wanted, tied ones under each: `load_state_dict` asks for those of
+            `model.state_dict()`. By default all, tied ones once, under their first name.
 
     Returns:
         On the first rank that holds the model, mostly rank 0, the values by name, on its host; on
