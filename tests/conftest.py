@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.frames import with_room_for_frames
 from tests.rank_failures import native_crashes
 from tests.ranks import close_pools
 
@@ -41,6 +43,15 @@ def pytest_collection_finish() -> None:
     """Leaves out of later collections, and of zerofx's own searches, what lives for the session."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Calls tests with room for frames, since many trace models in the process of pytest."""
+    test = pyfuncitem.obj
+    pyfuncitem.obj = functools.partial(with_room_for_frames, test)
+    yield
+    pyfuncitem.obj = test
 
 
 @pytest.fixture(scope="session", autouse=True)

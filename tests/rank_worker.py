@@ -25,6 +25,8 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.frames import with_room_for_frames
+
 
 def serve(
     rank: int,
@@ -71,7 +73,7 @@ def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool
         function: Any = importlib.import_module(module)
         for part in path.split("."):
             function = getattr(function, part)
-        return True, function(*args, **kwargs)
+        return True, with_room_for_frames(function, *args, **kwargs)
     except (Exception, SystemExit) as error:
         return False, (type(error).__name__, str(error), traceback.format_exc())
 

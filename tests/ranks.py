@@ -237,6 +237,7 @@ _PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.utils.cpp_extension",
     "transformers.models.llama.modeling_llama",
+    "tests.frozen",  # the last one: it freezes what the others made
 )
 
 

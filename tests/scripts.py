@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.frames import with_room_for_frames
 from tests.rank_worker import end_with_the_session, redirect_output
 from tests.ranks import GRACE_SECONDS, forkserver, patience, worker_env
 
@@ -100,7 +101,7 @@ def _run_module(
     torch.set_num_threads(1)
     sys.argv = [name, *arguments]
     sys.path.insert(0, folder)
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    with_room_for_frames(runpy.run_module, name, run_name="__main__", alter_sys=True)
 
 
 def _join(processes: list[Any], timeout: float) -> None:
@@ -135,4 +136,4 @@ def _run(
         sys.modules[without] = None  # pyright: ignore[reportArgumentType] - how Python spells it
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))
-    runpy.run_path(script, run_name="__main__")
+    with_room_for_frames(runpy.run_path, script, run_name="__main__")
