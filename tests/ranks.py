@@ -233,9 +233,10 @@ _PRELOAD = (
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor.experimental",
     "torch.distributed.checkpoint",
     "torch.utils.cpp_extension",
+    "sympy.physics.units",
     "transformers.models.llama.modeling_llama",
     "tests.frozen",  # the last one: it freezes what the others made
 )

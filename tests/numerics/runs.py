@@ -53,6 +53,7 @@ def zero(
     stage: int,
     settings: Sequence[Setting],
     dtype: torch.dtype = torch.float32,
+    steps: int = 5,
     **options: Any,
 ) -> list[Result]:
     """What `zero{stage}` computes for every setting, with one compilation.
@@ -75,7 +76,7 @@ def zero(
             _reset(model, fresh)
         opt = build_optimizer(optimizer, model.parameters())
         with nullcontext() if ZOO[name].explicit else markers_raise():
-            results.append(fit(model, run, opt, inputs, clip=clip))
+            results.append(fit(model, run, opt, inputs, steps=steps, clip=clip))
     return results
 
 

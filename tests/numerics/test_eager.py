@@ -27,7 +27,8 @@ CLIPPED = tuple(setting for setting in SETTINGS if setting[1])
 
 def _computed(job: Any, name: str, how: Any, settings: Any, **options: Any) -> dict[Any, Any]:
     """Results of each rank, by setting."""
-    by_rank = run_ranks(2, job, name, how, settings, timeout=220, **options)
+    # Three steps: with fresh state, with the state of one step, and with all that is reused.
+    by_rank = run_ranks(2, job, name, how, settings, timeout=220, steps=3, **options)
     return dict(zip(settings, zip(*by_rank, strict=True), strict=True))
 
 
