@@ -66,28 +66,23 @@ class MicroBatches:
             nested: how many of these runs precede their backward.
         """
         across = program.bytes_across_nodes(start, sent)
-        often, once = self._runs(program, start, runs, nested), runs / self.number
+        layout, once = program.params[facts(start).members[0]].layout, runs / self.number
+        if is_call(start, REDUCE_START):
+            held = program.stage < 2 or (self.hybrid and not layout.sharded)
+            often = once if held else runs  # gradients that are held back travel once for all
+        else:
+            # A resident copy is gathered once after each optimizer step, for each of the equal
+            # blocks that share a graph.
+            often = min(runs, nested) if layout.resident else runs
         # On a hybrid mesh the hop between replicas waits for the last backward.
         waits = self.hybrid and once < often
         shared = all_reduced_bytes(program, start) if waits else 0
-        apart = shared if waits and _leaves_nodes(program, start) else 0
+        apart = shared if layout.replicas_apart else 0
         return Traveled(
             often,
             often * (sent - shared) + once * shared,
             often * (across - apart) + once * apart,
         )
-
-    def _runs(self, program: Program, start: fx.Node, runs: float, nested: int) -> float:
-        """How often a step runs a collective.
-
-        A resident copy is gathered once after each optimizer step, for each of the equal blocks
-        that share a graph; gradients that `accumulate` holds back travel once for all.
-        """
-        layout = program.params[facts(start).members[0]].layout
-        if not is_call(start, REDUCE_START):
-            return min(runs, nested) if layout.resident else runs
-        held = program.stage < 2 or (self.hybrid and not layout.sharded)
-        return runs / self.number if held else runs
 
 
 ONE_MICRO_BATCH = MicroBatches()
@@ -97,7 +92,3 @@ ONE_MICRO_BATCH = MicroBatches()
 def is_hybrid(config: ZeroConfig) -> bool:
     """Whether groups of ranks hold the same shards."""
     return config.replicate > 1 if config.mesh is None else config.mesh.ndim == 2
-
-
-def _leaves_nodes(program: Program, start: fx.Node) -> bool:
-    return program.params[facts(start).members[0]].layout.replicas_apart

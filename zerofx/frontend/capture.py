@@ -20,7 +20,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.aliases import views_outside
 from zerofx.frontend.annotate import GraphInputs, annotate
 from zerofx.frontend.bodies import write_out_regions
-from zerofx.frontend.dump import Dump, dump_for
+from zerofx.frontend.dump import Dump, dump_for, run_told
 from zerofx.frontend.dump_place import place_of
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import trace_only
@@ -39,7 +39,7 @@ from zerofx.ir.ops import UNSHARD
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
 from zerofx.ir.view import computes_in
-from zerofx.passes.base import Pass, run_passes
+from zerofx.passes.base import Pass
 from zerofx.passes.pipelines import pipeline
 from zerofx.runtime.handed_out import hand_out, taking_tensors
 from zerofx.runtime.session import Session
@@ -243,11 +243,7 @@ class Capture:
 
     def _run(self, module: fx.GraphModule, region: Region) -> Program:
         program = self._program(module, region)
-        if self._dump is not None:
-            self._dump.begin(program)
-        run_passes(program, self.passes, check=self.config.verify, observer=self._dump)
-        if self._dump is not None:
-            self._dump.end(program)
+        run_told(program, self.passes, self._dump, check=self.config.verify)
         return program
 
     def _program(self, module: fx.GraphModule, region: Region) -> Program:

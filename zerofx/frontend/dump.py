@@ -23,7 +23,7 @@ from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.text import diff, node_names, print_program
 from zerofx.page.build import graph_folders, write_page
-from zerofx.passes.base import Pass
+from zerofx.passes.base import Pass, run_passes
 from zerofx.torch_private import is_tracing, trace_artifact
 
 _log = logging.getLogger("zerofx.programs")
@@ -176,6 +176,15 @@ def dump_for(
     if folder:
         told.append(_Folder(_made(Path(folder), taken)))
     return Dump(taken, passes, told, setting)
+
+
+def run_told(program: Program, passes: Sequence[Pass], dump: Dump | None, *, check: bool) -> None:
+    """Run passes, as `run_passes` does, and tell `dump`, if there is one, of begin and end, too."""
+    if dump is not None:
+        dump.begin(program)
+    run_passes(program, passes, check=check, observer=dump)
+    if dump is not None:
+        dump.end(program)
 
 
 def _made(folder: Path, number: int) -> Path:

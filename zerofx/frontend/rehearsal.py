@@ -22,7 +22,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.annotate import GraphInputs
 from zerofx.frontend.capture import Capture
 from zerofx.frontend.constructors import construct
-from zerofx.frontend.dump import Dump, Reader
+from zerofx.frontend.dump import Dump, Reader, run_told
 from zerofx.frontend.inner import SegmentCompiler
 from zerofx.frontend.joint import copy_module, dynamo_graph
 from zerofx.frontend.layouts import WHOLE, buffer_bytes, describe_params, lay_out
@@ -34,7 +34,6 @@ from zerofx.ir.facts import facts, set_facts
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.program import Program
 from zerofx.ir.spec import ParamSpec, Region
-from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.pipelines import pipeline
 from zerofx.torch_private import as_traced, fake_mode
 
@@ -88,7 +87,7 @@ class Rehearsal:
         dump = Dump(0, passes, readers, setting) if readers else None
         made = self.halves(config, num_ranks, dump)
         for program in made:
-            _run(program, passes, dump)
+            run_told(program, passes, dump, check=False)
         return made
 
     def weighed(self, config: ZeroConfig, num_ranks: int, machine: Machine) -> Weighing:
@@ -120,7 +119,7 @@ class Rehearsal:
             if known == [passes, gathered] and dump is None:
                 return halves
         joint = _laid(whole, params, config.stage)
-        _run(joint, passes, dump)
+        run_told(joint, passes, dump, check=False)
         with as_traced(joint.graph):
             halves = self.traced.cut(joint)
         self._cuts.append((passes, gathered, halves))
@@ -188,14 +187,6 @@ def rehearse_graph(
         raise UnsupportedError("the model has no backward", "leave some parameters trainable")
     device = next(root.parameters()).device
     return Rehearsal(traced, specs, buffer_bytes(root), device, inner)
-
-
-def _run(program: Program, passes: Sequence[Pass], dump: Dump | None) -> None:
-    if dump is not None:
-        dump.begin(program)
-    run_passes(program, passes, check=False, observer=dump)
-    if dump is not None:
-        dump.end(program)
 
 
 def _laid(program: Program, params: Mapping[str, ParamSpec], stage: int) -> Program:
