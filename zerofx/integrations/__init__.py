@@ -2,7 +2,8 @@
 
 The libraries are optional (`pip install 'zerofx[hf]'`, `'zerofx[lightning]'`), and imported when a
 name is asked for. Modules: accelerator, recipe_accelerator, rivals, samples, stepping, trainer,
-arguments, adapters, embeddings, recipe, reports, lightning. Packages: deepspeed, tensor_parallel.
+arguments, adapters, target_parameters, embeddings, recipe, reports, lightning. Packages: deepspeed,
+tensor_parallel.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from zerofx.integrations.embeddings import resize_token_embeddings
     from zerofx.integrations.lightning import ZeroStrategy
     from zerofx.integrations.recipe import auto_values
+    from zerofx.integrations.target_parameters import trace_target_parameters
     from zerofx.integrations.trainer import Trainer, TrainerMixin
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "auto_values",
     "resize_token_embeddings",
     "save_adapters",
+    "trace_target_parameters",
 ]
 
 _HOMES = {
@@ -42,6 +45,7 @@ _HOMES = {
     "auto_values": ("recipe", "", ()),
     "resize_token_embeddings": ("embeddings", "", ()),
     "save_adapters": ("adapters", "hf", ("peft",)),
+    "trace_target_parameters": ("target_parameters", "hf", ("peft",)),
 }
 """By name: its module, the extra that brings what that needs, and the packages."""
 

@@ -42,6 +42,11 @@ class FullValue(Tensor):
         if not shares_storage(value, self):  # `w.data = w.data.to(x.device)` may be nothing
             raise _written([self._parameter])
 
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As it is; to itself is nothing, which `register_parametrization` does first."""
+        to_itself = len(args) == 1 and args[0] is self and not kwargs
+        return self if to_itself else super().set_(*args, **kwargs)
+
     @property
     def grad(self) -> Tensor | None:
         """As it is."""

@@ -22,7 +22,15 @@ from torch.nn.utils import parametrize
 from zerofx.ir.ops import UNSHARD
 from zerofx.runtime.params import ParamState
 from zerofx.sharding.moves import apply_around
-from zerofx.sharding.reading import READS, STATES, bound_states, in_forward, is_bound, read_eagerly
+from zerofx.sharding.reading import (
+    READS,
+    STATES,
+    bound_states,
+    in_forward,
+    is_bound,
+    read_eagerly,
+    refuse_removal,
+)
 from zerofx.sharding.rows import cut
 from zerofx.torch_private import trace_inside, trace_outside
 
@@ -104,6 +112,7 @@ def _sharded_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
 
 def _new_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def delete(self: nn.Module, name: str) -> None:
+        refuse_removal(self, name)
         base.__delattr__(self, name)
         unbind(self, [name])
 

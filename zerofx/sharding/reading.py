@@ -78,3 +78,26 @@ def _read(module: nn.Module, name: str, param: Any) -> Tensor:
 
 # Around code that Dynamo skipped it would compile DTensor's own frames.
 read_eagerly: Any = torch.compiler.disable(_read)
+
+
+def _refuse_removal(module: nn.Module, name: str) -> None:
+    """Refuse `delattr` of a sharded parameter by a forward: what was read there is no parameter.
+
+    So `register_parametrization` would keep a full value as a buffer, which nobody trains.
+
+    Raises:
+        UnsupportedError: names the parameter.
+    """
+    state = bound_states(module).get(name)
+    if state is not None and in_forward():
+        raise UnsupportedError(
+            "a forward takes parameters off their modules, as register_parametrization does; what "
+            "it puts in their place would be full values that are trained no more",
+            "register parametrizations outside of forward, or call torch.func.functional_call("
+            "module, {name: value}, inputs); where target_parameters of PEFT do it, call "
+            "zerofx.integrations.trace_target_parameters(model) before the first forward",
+            [state.spec.name],
+        )
+
+
+refuse_removal: Any = torch.compiler.disable(_refuse_removal)
