@@ -135,6 +135,9 @@ WHOLE: dict[str, Function] = {
     "attention of three rows": lambda h, w, t: F.scaled_dot_product_attention(
         *[torch.cat((h, h[:1]))] * 3
     ),
+    "attention with its projections": lambda h, w, t: F.multi_head_attention_forward(
+        *[h] * 3, WIDTH, 2, w.repeat(3, 1), None, None, None, False, 0.0, w, None
+    )[0],
     "named length": lambda h, w, t: h.narrow(1, 0, LENGTH) * h.split([LENGTH], 1)[0],
     "summed to its size": lambda h, w, t: h.sum_to_size(ROWS, LENGTH, WIDTH).cos(),
     "unfolded": lambda h, w, t: h.unfold(1, LENGTH, 1).cos(),

@@ -20,7 +20,6 @@ from zerofx.sequence.cuts import Cut, Place
 from zerofx.sequence.graph import Editor
 from zerofx.sequence.operations import (
     Kernels,
-    argument,
     kernels_of,
     may_write,
     name_of,
@@ -229,7 +228,7 @@ class _Division:
         at = self.at
         if written:
             at.forget()
-        if kernels is None or not kernels.is_random or _drops_nothing(node, name):
+        if kernels is None or not kernels.is_random:
             return
         size, group = at.place.size, at.place.group
         if name == "dropout":
@@ -241,7 +240,8 @@ class _Division:
             raise at.refusal(
                 node,
                 "draws random numbers for what each rank of a sequence holds whole",
-                "let it see the sequence, draw by torch.rand or torch.bernoulli, or use F.dropout",
+                "let it see the sequence, draw by torch.rand or torch.bernoulli, or use F.dropout; "
+                "of nn.MultiheadAttention leave dropout out, or call scaled_dot_product_attention",
             )
         else:
             drawn = at.after(node, of_first, lambda value: (value, group, size))
@@ -254,10 +254,3 @@ class _Division:
         where = {memory_of(self.at.example(each)) for each in written}
         differentiable = any(each.requires_grad for each in tensors_in(result))
         return not differentiable and where <= {memory_of(result)}
-
-
-def _drops_nothing(node: fx.Node, name: str) -> bool:
-    """Kernels of attention count as random, whether they are or not."""
-    if name != "scaled_dot_product_attention":
-        return False
-    return not argument(node, 4, "dropout_p", 0.0)

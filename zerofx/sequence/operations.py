@@ -65,11 +65,13 @@ class Kernels:
         ops: operators below autograd, in order.
         written: places of the operands that it writes to.
         is_seen_otherwise: whether it gives an operand another shape, as `unsqueeze_` does.
+        is_random: whether it draws random numbers.
     """
 
     ops: tuple[Any, ...]
     written: tuple[int, ...]
     is_seen_otherwise: bool
+    is_random: bool
 
     @property
     def is_pointwise(self) -> bool:
@@ -80,19 +82,16 @@ class Kernels:
             if op.namespace != "prim"  # questions about operands
         )
 
-    @property
-    def is_random(self) -> bool:
-        """Whether it draws random numbers."""
-        return any(torch.Tag.nondeterministic_seeded in op.tags for op in self.ops)
-
 
 class _Recorder(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Any] = []
+        self.is_random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append(func)
+        self.is_random |= _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -113,7 +112,16 @@ def kernels_of(
     lists = any(map(_writes_list, recorder.ops))
     written = [at for at, value in enumerate(given) if lists or value._version != before[at]]
     after = [(value.shape, value.stride()) for value in given]
-    return Kernels(tuple(recorder.ops), tuple(written), after != shapes)
+    return Kernels(tuple(recorder.ops), tuple(written), after != shapes, recorder.is_random)
+
+
+def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it draws random numbers: attention counts as random, whether it drops or not."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    names = [each.name for each in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def may_write(node: fx.Node, name: str, kernels: Kernels | None) -> bool:
