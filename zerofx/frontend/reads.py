@@ -117,7 +117,7 @@ def read_whole(module: fx.GraphModule, inputs: Sequence[Any], params: dict[int, 
                 continue
             if graph is module.graph:
                 guard_shape(node)
-            with graph.inserting_before(first):
+            with graph.inserting_before(max(first, node.next)):  # torch 2.11: inputs come late, too
                 place = {"grad_placements": placements[spec.name]}
                 shard = graph.call_method("to_local", (node,), place)
                 args = (shard, spec.shape, spec.layout.handle, spec.cast)
