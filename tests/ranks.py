@@ -238,6 +238,9 @@ _PRELOAD = (
     "torch.utils.cpp_extension",
     "sympy.physics.units",
     "transformers.models.llama.modeling_llama",
+    "pytest",
+    "zerofx.frontend.backend",
+    "tests.warm",
     "tests.frozen",  # the last one: it freezes what the others made
 )
 

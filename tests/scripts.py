@@ -38,7 +38,7 @@ def run_script(
         arguments: of the script.
         ranks: how many.
         timeout: seconds, times the processes of pytest that share the machine.
-        without: a package that cannot be imported there.
+        without: a package that cannot be imported there, and none of whose operations is found.
     """
     timeout = patience(timeout)
     store = dist.TCPStore(
@@ -132,8 +132,10 @@ def _run(
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     if without:
-        assert not any(name.partition(".")[0] == without for name in sys.modules), without
+        for name in [name for name in sys.modules if name.partition(".")[0] == without]:
+            del sys.modules[name]
         sys.modules[without] = None  # pyright: ignore[reportArgumentType] - how Python spells it
+        setattr(torch.ops, without, None)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))
     with_room_for_frames(runpy.run_path, script, run_name="__main__")

@@ -130,6 +130,14 @@ def test_every_rank_runs_it_on_its_own_device() -> None:
     assert graph._mapped(named) == {"size": (2, 3), "device": torch.device("cuda")}
 
 
+@pytest.mark.parametrize("needed", ["import zerofx", "import torch; torch.ops.zerofx.of"])
+def test_what_needs_zerofx_fails_without_it(needed: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(needed)
+    with pytest.raises(AssertionError, match=r"zerofx halted|NoneType"):
+        run_script(script, ranks=1, without="zerofx")
+
+
 def _compared(ranks: int, stage: int, options: dict[str, Any], tmp_path: Path) -> list[str]:
     """The files of forward and backward, which were run and computed the bits of the ranks."""
     run_ranks(ranks, _train, tmp_path, stage, options)
