@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests.frames import with_room_for_frames
+from tests.linker import quick_linker
 from tests.rank_failures import native_crashes
 from tests.ranks import close_pools
 
@@ -31,11 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # A pool of compilers would import torch in processes of its own, and so would trials of
         # what the processor can do.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-        if gold := shutil.which("ld.gold"):  # goes through the names in libtorch in half the time
-            linker = Path(folder.name) / "linker" / "ld"
-            linker.parent.mkdir()
-            linker.symlink_to(gold)
-            os.environ["COMPILER_PATH"] = str(linker.parent)
+        os.environ["COMPILER_PATH"] = quick_linker(Path(folder.name) / "linker")
         config.add_cleanup(folder.cleanup)
 
 
