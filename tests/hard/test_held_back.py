@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import zerofx
 from tests.hard.pair import EAGER, STAGES, Pair, average, draw, full, same, same_gradients
 from tests.ranks import run_ranks
+from zerofx import checkpoint
 from zerofx.errors import UnsupportedError
 
 
@@ -75,6 +77,43 @@ def _gradients_of_weights(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_weights_asked_for_meanwhile(stage: int) -> None:
     run_ranks(2, _gradients_of_weights, stage)
+
+
+def _loaded_on_the_way(how: str, folder: str) -> None:
+    """Weights go back, and what was added up stays, as in a plain loop."""
+    options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
+    pair = Pair(_stack(), 1, options, rtol=1e-6)
+    pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.1, momentum=0.5)  # has state
+
+    def loss(run: Any, number: int) -> Tensor:
+        result: Tensor = run(draw(4, 7, seed=number)).square().mean()
+        return result
+
+    def descend(*numbers: int, load: bool = False) -> None:
+        with zerofx.no_sync(pair.model) if how == "no_sync" else contextlib.nullcontext():
+            pair.backward(loss, numbers[0])
+        if load:
+            checkpoint.load(folder, pair.model, pair.optimizer)
+            pair.plain.load_state_dict(saved)
+        pair.backward(loss, numbers[1])
+        average(pair.plain)
+        same_gradients(pair.model, pair.plain, 1e-6)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.plain.load_state_dict({k: full(v) for k, v in pair.model.state_dict().items()})
+        pair.plain.zero_grad()
+
+    descend(0, 1)
+    saved = {name: full(value) for name, value in pair.model.state_dict().items()}
+    checkpoint.save(folder, pair.model, pair.optimizer)
+    descend(2, 3)
+    descend(4, 5, load=True)
+    descend(6, 7)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "accumulate"])
+def test_a_checkpoint_is_loaded_on_the_way(how: str, tmp_path: Path) -> None:
+    run_ranks(2, _loaded_on_the_way, how, str(tmp_path / "there"))
 
 
 def _clip(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from zerofx.checkpoint.groups import asked, match
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.checkpoint.rows import refuse_lost
 from zerofx.errors import UnsupportedError
+from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.parameter import local_tensor
 from zerofx.runtime.params import asks_for_losses, params_of
 from zerofx.torch_private import without_step_hooks
@@ -244,15 +245,18 @@ def _set_aside(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
 
 @contextlib.contextmanager
 def _gradients_back(optimizer: Optimizer) -> Iterator[None]:
-    """Whatever becomes of gradients inside the block."""
+    """Whatever becomes of gradients inside the block; those that are held back are set aside."""
     params = params_of(optimizer)
     grads = [param.grad for param in params]
-    try:
-        yield
-    finally:
-        for param, grad in zip(params, grads, strict=True):
-            if param.grad is not grad:
-                param.grad = grad
+    with contextlib.ExitStack() as aside:
+        for session in live_sessions():
+            aside.enter_context(session.accumulation.set_aside(session.states))
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                if param.grad is not grad:
+                    param.grad = grad
 
 
 @contextlib.contextmanager

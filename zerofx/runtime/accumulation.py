@@ -142,6 +142,20 @@ class Accumulation:
         if self._backward == -1:  # one that steps in a backward uses what that exchanges
             self._since_exchange = 0
 
+    @contextlib.contextmanager
+    def set_aside(self, states: Sequence[ParamState]) -> Iterator[None]:
+        """Inside the block nothing is held back; afterwards the accumulation goes on as before.
+
+        For a step that applies nothing, and leaves gradients as they are.
+        """
+        count, sums = self._since_exchange, [state.local_sum.take() for state in states]
+        try:
+            yield
+        finally:
+            self._since_exchange = count
+            for state, held in zip(states, sums, strict=True):
+                state.local_sum.value = held
+
     def refuse_pending(self, states: Sequence[ParamState], stepped: Iterable[Tensor]) -> None:
         """Raise if an optimizer is about to step over gradients that were held back.
 
