@@ -61,6 +61,16 @@ def test_a_schedule_goes_on_from_a_step() -> None:
     assert schedule.get_last_lr() == pytest.approx(recorded["lrs"][10])
 
 
+def test_betas_stay_where_a_schedule_goes_on() -> None:
+    optimizer = two_groups()
+    cycle = SHAPES["OneCycle"](cycle_min_lr=0.1, cycle_max_lr=0.2)  # pyright: ignore[reportCallIssue]
+    schedule = Schedule(optimizer, cycle, 8)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999)] * 2
+    optimizer.step()
+    schedule.step()
+    assert [group["betas"][1] for group in optimizer.param_groups] == [0.99] * 2
+
+
 def test_what_does_not_fit_the_optimizer_is_refused() -> None:
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(ConfigError, match="betas, which SGD has not"):

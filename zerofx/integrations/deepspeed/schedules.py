@@ -193,8 +193,8 @@ class Schedule(LRScheduler):
     Args:
         optimizer: whose rates it sets.
         shape: the schedule.
-        last_step: optimizer steps taken, less one. If there are any, as in DeepSpeed, rates stay as
-            they are until the next one.
+        last_step: optimizer steps taken, less one. If there are any, as in DeepSpeed, rates and
+            betas stay as they are until the next one.
         factors: what rates of steps are multiplied by, in turn.
 
     Raises:
@@ -212,12 +212,18 @@ class Schedule(LRScheduler):
         self._shape, self._factors = shape, factors
         self._cycle = shape if isinstance(shape, OneCycle) and shape.cycle_momentum else None
         _check(optimizer, shape, self._cycle)
+        before = [(float(group["lr"]), group.get("betas")) for group in optimizer.param_groups]
         super().__init__(optimizer)
         if last_step >= 0:
             self.last_epoch = last_step + 1
-            for group, rate in zip(optimizer.param_groups, self.base_lrs, strict=True):
-                group["lr"] = rate
-            self._last_lr = list(self.base_lrs)
+            for group, (rate, betas) in zip(optimizer.param_groups, before, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+                if betas is not None:
+                    group["betas"] = betas
+            self._last_lr = [rate for rate, _ in before]
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of all groups; torch calls it."""
