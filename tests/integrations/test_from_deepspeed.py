@@ -192,6 +192,12 @@ def test_batch_sizes_multiply(
         assert (batch.train, batch.micro, batch.accumulation) == wanted
 
 
+def test_a_section_under_two_names_is_an_error() -> None:
+    on, off = {"enabled": True}, {"enabled": False}
+    with pytest.raises(ConfigError, match="bfloat16, which is an older name"):
+        zerofx.from_deepspeed({**BASE, "bf16": on, "bfloat16": off})
+
+
 def test_auto_must_agree_with_the_file() -> None:
     assert _translate(BASE, auto=BASE).batch.micro == 2
     with pytest.raises(ConfigError, match="2 in the file, 3 in auto"):
@@ -201,19 +207,6 @@ def test_auto_must_agree_with_the_file() -> None:
         _translate(BASE, auto={"fp16.enable": True})
     with pytest.raises(ConfigError, match="sets options accumulate"):
         _translate(BASE, accumulate=3)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        ({"type": "OneBitAdam"}, "1-bit"),
-        ({"type": "Lamb"}, "brings no optimizers"),
-        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "SGD has no such parameters"),
-    ],
-)
-def test_optimizers_that_torch_does_not_have(optimizer: Any, message: str) -> None:
-    with pytest.raises((ConfigError, UnsupportedError), match=message):
-        zerofx.from_deepspeed({**BASE, "optimizer": optimizer})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import zerofx
 from tests.integrations.examples import BASE, nested
-from zerofx.errors import ConfigError
+from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations import auto_values
 from zerofx.integrations.deepspeed.recipe import Recipe
 
@@ -36,6 +36,9 @@ _WRONG: list[tuple[str, Any, dict[str, Any]]] = [
     ("scheduler.params.cycle_min_lr", [0.1, "x"], _CYCLE),
     ("scheduler.params.cycle_momentum", 1, {**_CYCLE, "scheduler.params.cycle_min_lr": 0.1}),
     ("scheduler.params.warmup_num_steps", math.inf, _WARMUP),
+    ("scheduler.params.warmup_num_steps", 0.1, _WARMUP),  # a share of the run, to transformers
+    ("scheduler.params.cycle_second_step_size", -1, {**_CYCLE, "scheduler.params.cycle_min_lr": 0}),
+    ("fp16.loss_scale_window", 0, {"fp16.enabled": True}),
     ("scheduler.params.last_batch_iteration", 0.5, _WARMUP),
     ("steps_per_print", 1.5, {}),
     ("zero_optimization.reduce_bucket_size", math.inf, {}),
@@ -49,6 +52,29 @@ _WRONG: list[tuple[str, Any, dict[str, Any]]] = [
 def test_what_cannot_hold_is_named(key: str, value: Any, others: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=key):
         _recipe({**others, key: value})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"type": "OneBitAdam"}, "1-bit"),
+        ({"type": "Lamb", "params": {"max_coeff": 1}}, "'Lamb': a file names (?s:.*) your own$"),
+        # torch's, with a parameter of its own
+        ({"type": "RMSprop", "params": {"alpha": 0.9}}, "such as torch.optim.RMSprop"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "SGD has no such parameters"),
+    ],
+)
+def test_optimizers_that_a_file_cannot_name(optimizer: Any, message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        _recipe({"optimizer": optimizer})
+    assert _recipe({"optimizer": optimizer}, leave_out=["optimizer"]).optimizer is None
+
+
+def test_schedules_of_torch_are_left_to_the_loop() -> None:
+    file = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 9}}}
+    with pytest.raises(ConfigError, match=r'leave_out=\["scheduler"\] and build your own'):
+        _recipe(file)
+    assert _recipe(file, leave_out=["scheduler"]).shape is None
 
 
 def test_never_is_infinite() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,11 @@ from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.schedules import SHAPES, Shape
 from zerofx.integrations.deepspeed.settings import Settings, is_number
 
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 _NOT_FOR_TORCH = ("adam_w_mode", "torch_adam", "set_grad_none", "fp32_optimizer_states")
 
@@ -40,11 +45,45 @@ class OptimizerChoice:
         return made
 
 
+def refuse_other_types(content: Mapping[str, Any], leave_out: Collection[str]) -> None:
+    """See that the optimizer and the schedule are known: keys of other ones would not be.
+
+    Args:
+        content: of the file.
+        leave_out: sections, or keys, to train without.
+
+    Raises:
+        UnsupportedError: a 1-bit optimizer, or one that zerofx does not build from a file.
+        ConfigError: no such schedule.
+    """
+    optimizer, schedule = (_named(each, content, leave_out) for each in ("optimizer", "scheduler"))
+    if optimizer is not None and optimizer.lower() not in _CLASSES:
+        one_bit = optimizer.lower() in _ONE_BIT
+        why = "1-bit optimizers do not go with ZeRO" if one_bit else "a file names Adam, AdamW, SGD"
+        own = f", such as torch.optim.{optimizer}" if hasattr(torch.optim, optimizer) else ""
+        raise UnsupportedError(
+            f"optimizer.type is {optimizer!r}: {why}",
+            f'name one of the three, or pass leave_out=["optimizer"] and build your own{own}',
+        )
+    if schedule is not None and schedule not in SHAPES:
+        raise ConfigError(
+            f"scheduler.type is {schedule!r}",
+            f'use one of {", ".join(SHAPES)}, or pass leave_out=["scheduler"] and build your own',
+        )
+
+
+def _named(section: str, content: Mapping[str, Any], leave_out: Collection[str]) -> str | None:
+    given = content.get(section)
+    name = given.get("type") if isinstance(given, Mapping) else None
+    if section in leave_out or f"{section}.type" in leave_out or name == "auto":
+        return None
+    return name if isinstance(name, str) else None
+
+
 def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
     """The optimizer of the file, if it names one.
 
     Raises:
-        UnsupportedError: a 1-bit optimizer, or one that only DeepSpeed has.
         ConfigError: parameters that the optimizer does not have, or cannot use; or the section
             names no optimizer.
     """
@@ -54,20 +93,8 @@ def optimizer_choice(settings: Settings) -> OptimizerChoice | None:
     given = settings.section("optimizer.params")
     params = {key: value for key, value in given.items() if key not in _NOT_FOR_TORCH}
     corrects_bias = params.pop("bias_correction", True) if name.lower() != "sgd" else True
-    adam_w = given.get("adam_w_mode", True) or name.lower() == "adamw"
-    classes: dict[str, type[torch.optim.Optimizer]] = {
-        "adam": torch.optim.AdamW if adam_w else torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "sgd": torch.optim.SGD,
-    }
-    cls = classes.get(name.lower())
-    if cls is None:
-        one_bit = name.lower() in _ONE_BIT
-        why = "1-bit optimizers do not go with ZeRO" if one_bit else "zerofx brings no optimizers"
-        raise UnsupportedError(
-            f"optimizer.type is {name!r}: {why}",
-            'name Adam, AdamW or SGD, or pass leave_out=["optimizer"] and build your own',
-        )
+    adam_w = given.get("adam_w_mode", True)
+    cls = torch.optim.AdamW if adam_w and name.lower() == "adam" else _CLASSES[name.lower()]
     if cls is torch.optim.AdamW and not given.get("torch_adam", False):
         params = {"weight_decay": 0.0, **params}
     known = inspect.signature(cls).parameters
@@ -126,15 +153,12 @@ def shape_choice(settings: Settings) -> Shape | None:
     """The schedule of the file, if it names one.
 
     Raises:
-        ConfigError: no such schedule, or none is named, or parameters that it does not have, lacks
-            or cannot use.
+        ConfigError: none is named, or parameters that it does not have, lacks or cannot use.
     """
     name = _type_of("scheduler", settings)
     if name is None:
         return None
-    shape = SHAPES.get(name)
-    if shape is None:
-        raise ConfigError(f"scheduler.type is {name!r}", f"use one of {', '.join(SHAPES)}")
+    shape = SHAPES[name]
     params = settings.section("scheduler.params")
     last = params.pop("last_batch_iteration", -1)  # of all of them: where a schedule goes on
     if type(last) is not int or last < -1:
@@ -175,6 +199,11 @@ def _check_params(shape: type[Shape], params: dict[str, Any]) -> None:
         value = params.get(key, 1)
         if value <= 0:
             raise ConfigError(f"scheduler.params.{key} is {value!r}", "use a positive number")
+    if params.get("cycle_second_step_size", 0) < 0:
+        raise ConfigError(
+            f"scheduler.params.cycle_second_step_size is {params['cycle_second_step_size']!r}",
+            "use a number of at least 0",
+        )
     if params.get("warmup_type", "log") not in ("log", "linear"):
         raise ConfigError(
             f"scheduler.params.warmup_type is {params['warmup_type']!r}", 'use "log" or "linear"'
@@ -184,7 +213,7 @@ def _check_params(shape: type[Shape], params: dict[str, Any]) -> None:
 _WANTED = {
     "PerGroup": "a number, or a list of one for each parameter group",
     "float": "a number",
-    "int": "a number",
+    "int": "a whole number",
     "bool": "true or false",
 }
 """By how a shape annotates its parameters."""
@@ -193,5 +222,7 @@ _WANTED = {
 def _fits(kind: str, value: Any) -> bool:
     if kind == "bool":
         return isinstance(value, bool)
+    if kind == "int" and is_number(value):
+        return value == int(value)
     several = kind == "PerGroup" and isinstance(value, list | tuple)
     return all(map(is_number, value)) if several else is_number(value)

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.dtypes import autocast_dtype
 from zerofx.integrations.deepspeed.settings import Settings
 from zerofx.runtime.loss_scale import FixedScaler, GradScaler
@@ -38,9 +39,15 @@ class Scaling:
 
 
 def scaling_of(settings: Settings, dtype: torch.dtype | None) -> Scaling:
-    """What a file says of it, given the dtype of computation."""
+    """What a file says of it, given the dtype of computation.
+
+    Raises:
+        ConfigError: a number does not suit a scale that moves.
+    """
     if dtype == torch.float16:
         fixed = float(settings.get("fp16.loss_scale", 0))
+        if fixed == 0:
+            _check_moving(settings)
         return Scaling(
             enabled=True,
             scale=fixed or 2.0 ** settings.get("fp16.initial_scale_power", 16),
@@ -54,3 +61,14 @@ def scaling_of(settings: Settings, dtype: torch.dtype | None) -> Scaling:
     if autocast_dtype(settings) == torch.float16:
         return Scaling(enabled=True, scale=2.0**16, dynamic=True, window=2000, hysteresis=1)
     return Scaling(enabled=watched)
+
+
+def _check_moving(settings: Settings) -> None:
+    """What a scale that moves cannot do with, by the names of keys."""
+    names = ("loss_scale_window", "hysteresis", "min_loss_scale")
+    if none := [f"fp16.{name}" for name in names if settings.get(f"fp16.{name}", 1) < 1]:
+        raise ConfigError(
+            "a loss scale that moves (loss_scale 0) has keys that are 0",
+            "write numbers of at least 1",
+            none,
+        )

@@ -142,6 +142,10 @@ def _taken(key: Key, value: Any) -> str:
 
 def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's older name of a section."""
+    if "bf16" in content and "bfloat16" in content:
+        raise ConfigError(
+            "the file has bf16, and bfloat16, which is an older name of the same", "keep bf16"
+        )
     return {"bf16" if name == "bfloat16" else name: value for name, value in content.items()}
 
 

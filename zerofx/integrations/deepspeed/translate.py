@@ -12,7 +12,7 @@ from zerofx.codegen.blocks import KEPT
 from zerofx.config import ZERO_PLUS_PLUS, ZeroConfig, in_own_names, refuse_unknown
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.batch import batch_of
-from zerofx.integrations.deepspeed.choices import optimizer_choice, shape_choice
+from zerofx.integrations.deepspeed.choices import optimizer_choice, refuse_other_types, shape_choice
 from zerofx.integrations.deepspeed.comms import comms_options
 from zerofx.integrations.deepspeed.data_keys import SAMPLING
 from zerofx.integrations.deepspeed.dtypes import (
@@ -68,7 +68,9 @@ def from_deepspeed(
         UnsupportedError: it asks for what zerofx does not have; the message lists it all.
     """
     refuse_unknown(options)
-    settings = understand(read(source), auto or {}, leave_out)
+    content = read(source)
+    refuse_other_types(content, leave_out)
+    settings = understand(content, auto or {}, leave_out)
     ranks = _world_size() if world_size is None else world_size
     batch = batch_of(settings, ranks)
     parts = tensor_parallel(settings)
