@@ -16,8 +16,8 @@ import torch.distributed as dist
 import zerofx
 from tests.integrations.data_files import DRAWN, PACKED
 from tests.integrations.examples import BASE, nested
-from tests.integrations.loops import fresh_state
-from tests.integrations.test_trainer import Texts, tiny, trainer_of
+from tests.integrations.loops import config_of, fresh_state
+from tests.integrations.test_trainer import Config, Counting, Texts, tiny, trainer_of
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.data_keys import SAMPLING
@@ -60,6 +60,38 @@ _FILE = {
     "dump_state": True,
     "csv_monitor": {"enabled": True, "job_name": "run"},
 }
+
+
+class Speaks(Counting):
+    """Says how it was asked to generate."""
+
+    def generate(self, input_ids: torch.Tensor, labels: Any, **how: Any) -> torch.Tensor:
+        self.how = how
+        return input_ids
+
+
+def generates(folder: str) -> None:
+    """Answers have different lengths, and each forward needs all ranks."""
+    from zerofx.integrations import TrainerMixin
+
+    class Mine(TrainerMixin, transformers.Seq2SeqTrainer):
+        pass
+
+    fresh_state()
+    model = Speaks(Config(tie_word_embeddings=True))
+    model.generation_config = transformers.GenerationConfig(max_length=2, pad_token_id=0)
+    how = {"predict_with_generate": True, "use_cpu": True, "report_to": "none"}
+    args = transformers.Seq2SeqTrainingArguments(folder, disable_tqdm=True, **how)
+    kwargs: Any = {"eval_dataset": Texts(4), "compute_metrics": lambda found: {}}
+    trainer: Any = Mine(model, args, zero=config_of(3), **kwargs)
+    trainer.evaluate(num_beams=2)
+    assert model.how == {"num_beams": 2, "synced_gpus": True}
+    trainer.predict(Texts(4), synced_gpus=False)
+    assert model.how == {"synced_gpus": False}
+
+
+def test_ranks_generate_together(tmp_path: Path) -> None:
+    run_ranks(2, generates, str(tmp_path), timeout=200)
 
 
 def reads_the_flag(folder: str) -> str:

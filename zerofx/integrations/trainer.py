@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.utils import ProjectConfiguration, recursively_apply
 from torch import nn
@@ -154,6 +155,14 @@ class TrainerMixin(_Base):
         self._reports.heard(loss)
         return loss
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As transformers does; where ranks generate, each goes on until the last one is done."""
+        return super().evaluate(*args, **{**_together(self), **kwargs})
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does; see `evaluate`."""
+        return super().predict(*args, **{**_together(self), **kwargs})
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does; the time that preparing the model took is of this one alone."""
         found = super().evaluation_loop(*args, **kwargs)
@@ -263,6 +272,13 @@ def _read(file: Any, args: transformers.TrainingArguments, num_training_steps: i
 
 class _TrainersAccelerator(Accelerator):
     _counts = False
+
+
+def _together(trainer: TrainerMixin) -> dict[str, bool]:
+    """What `generate` is told where each forward needs all ranks, as for DeepSpeed and FSDP."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    generates = isinstance(trainer, transformers.Seq2SeqTrainer)
+    return {"synced_gpus": True} if several and generates else {}
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
