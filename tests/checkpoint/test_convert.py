@@ -193,7 +193,8 @@ def test_a_run_of_deepspeed_without_its_tag(tmp_path: Path, latest: str | None, 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "dcp")
     assert main(["checkpoint", "convert", str(RUNS / "zero2"), target]) == 0
-    assert "optimizer       15" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "optimizer       15" in printed and ", 1 file, " in printed
     assert main(["checkpoint", "inspect", target, "--json", "--tensors"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["format"] == "dcp" and data["parts"]["model"]["tensors"] == 9

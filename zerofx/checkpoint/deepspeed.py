@@ -99,7 +99,7 @@ def open_checkpoint(path: Path) -> Source:
         "optimizer": {"state": states, "param_groups": groups},
         "extra": ({key: each for key, each in client.items() if _is_plain(each)},),
     }
-    kind = f"checkpoint of DeepSpeed ZeRO-{stage}, {len(files)} ranks"
+    kind = f"checkpoint of DeepSpeed ZeRO-{stage}, world size {len(files)}"
     return Source(kind, "deepspeed", state, (*files, *model_files))
 
 

@@ -13,7 +13,7 @@ from zerofx.checkpoint import Source, Stored, open_source, to_dcp, to_safetensor
 from zerofx.cli.arguments import WEIGHT_DTYPES
 from zerofx.cli.command import Answer
 from zerofx.cli.progress import Progress
-from zerofx.cli.units import show_bytes
+from zerofx.cli.units import counted, show_bytes
 from zerofx.errors import ConfigError
 
 _DTYPES = dict(zip(WEIGHT_DTYPES, (torch.float32, torch.float16, torch.bfloat16), strict=True))
@@ -55,7 +55,7 @@ def _answer(path: Path, source: Source, *, list_tensors: bool) -> Answer:
     for name, total in data["parts"].items():
         figures = (str(total["tensors"]), f"{total['elements']:,}", show_bytes(total["bytes"]))
         table.add_row(name, *figures, ", ".join(total["dtypes"]))
-    head = f"{path}: {source.kind}, {len(source.files)} files, {show_bytes(on_disk)}"
+    head = f"{path}: {source.kind}, {counted(len(source.files), 'file')}, {show_bytes(on_disk)}"
     if not list_tensors:
         return Answer(data, (head, table))
     listed = _table("tensor", "shape", "dtype")

@@ -14,6 +14,7 @@ from zerofx.cli.command import Answer
 from zerofx.cli.machine import check_inputs, machine_of, num_ranks_of
 from zerofx.cli.progress import Progress
 from zerofx.cli.targets import find_target
+from zerofx.cli.units import counted
 from zerofx.config import Stage, ZeroConfig
 from zerofx.cost import machine as cost_machine
 from zerofx.cost.machine import DATACENTER_GPU, Machine
@@ -132,7 +133,7 @@ def _left_out(recorder: Recorder) -> str:
     stages = {each.session.config.stage for each in others if each.session is not None}
     names = ", ".join(f"zero{stage}" for stage in sorted(stages))
     return (
-        f"{len(others)} graph{'s' * (len(others) > 1)} of models that have other options than the "
+        f"{counted(len(others), 'graph')} of models that have other options than the "
         f"first one ({names}): explain a script that trains these alone"
     )
 

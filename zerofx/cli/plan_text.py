@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from zerofx.cli.plan_wire import Rates, wire_data, wire_text
-from zerofx.cli.units import show_bytes, show_count, show_seconds
+from zerofx.cli.units import counted, show_bytes, show_count, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import PSI, TAU, Precision
 from zerofx.frontend.planner import Plan
@@ -75,7 +75,7 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     length = "" if asked.length is None else f" × length {asked.length}"
     shape = f"batch {asked.batch}{length} a rank"
     head = (
-        f"{asked.target}\nΨ = {num_params}, W = {asked.num_ranks} ranks, {shape},\n"
+        f"{asked.target}\nΨ = {num_params}, W = {counted(asked.num_ranks, 'rank')}, {shape},\n"
         f"{_precision(plan.precision)}\n"
     )
     notes = [

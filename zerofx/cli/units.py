@@ -81,6 +81,11 @@ def show_count(count: float) -> str:
     return str(int(count))
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show_seconds(seconds: float) -> str:
     """`12.3 ms`."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):

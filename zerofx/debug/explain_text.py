@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerofx.cli.units import show_bytes, show_seconds
+from zerofx.cli.units import counted, show_bytes, show_seconds
 from zerofx.debug.captured import UNCOMPILED, Break, Captured, Recompile
 from zerofx.debug.changes import Change, Search
 from zerofx.debug.decisions import Why
@@ -97,7 +97,7 @@ def _change_data(change: Change) -> dict[str, Any]:
 def _head(found: Explanation) -> Iterator[str]:
     setting = found.setting
     config, machine = setting.config, setting.machine
-    link, ranks = machine.link, _count(setting.num_ranks, "rank")
+    link, ranks = machine.link, counted(setting.num_ranks, "rank")
     yield (
         f"{found.name}: zero{config.stage} on {ranks} ({machine.device}), "
         f"link {show_bytes(link.bytes_per_second)}/s and {show_seconds(link.latency)}, "
@@ -109,10 +109,10 @@ def _captured(found: Captured) -> Iterator[str]:
     plain = found.graphs - found.training
     yield _row(
         "captured",
-        f"{_count(found.graphs, 'graph')} of {_count(found.num_ops, 'operation')}"
+        f"{counted(found.graphs, 'graph')} of {counted(found.num_ops, 'operation')}"
         + (f" ({plain} that train nothing)" if plain else "")
-        + f", {_count(len(found.breaks), 'graph break')}, "
-        + _count(len(found.recompiles), "recompile"),
+        + f", {counted(len(found.breaks), 'graph break')}, "
+        + counted(len(found.recompiles), "recompile"),
     )
     for each in found.breaks[:_MOST_PLACES]:
         yield from _place("break", each)
@@ -175,7 +175,7 @@ def _step(found: Explanation) -> Iterator[str]:
     yield _row(
         "sent",
         f"{show_bytes(found.outcome.sent_bytes)} a step by each rank, in "
-        f"{_count(number, 'collective')} of {show_bytes(mean)} on average",
+        f"{counted(number, 'collective')} of {show_bytes(mean)} on average",
     )
 
 
@@ -202,7 +202,7 @@ def _measured(found: Explanation) -> str:
     compiled = f"compilations {show_seconds(measured.compile_seconds)}"
     if measured.step is None:
         return f"not measured: fewer than two steps behind compilations; {compiled}"
-    where = "" if measured.num_ranks == ranks else f" on {_count(measured.num_ranks, 'rank')} here"
+    where = "" if measured.num_ranks == ranks else f" on {counted(measured.num_ranks, 'rank')} here"
     return (
         f"measured {show_seconds(measured.step)}{where}, from one optimizer step to the next, "
         f"median of {measured.steps}; {compiled}"
@@ -225,7 +225,7 @@ def _collectives(found: Sequence[CollectiveTime]) -> Iterator[str]:
     for name, each in zip(names, shown, strict=True):
         yield _collective(name.ljust(width), each.region, [each], wires)
     if rest:
-        yield _collective(f"{len(rest)} others".ljust(width), "", rest, wires)
+        yield _collective(counted(len(rest), "other").ljust(width), "", rest, wires)
     yield _collective("all".ljust(width), "", found, wires)
     if wires:
         yield "inside and across a rank's node, if messages take two hops; scales are part of sends"
@@ -254,7 +254,7 @@ def _collective(name: str, region: str, found: Sequence[CollectiveTime], wires: 
 
 
 def _changes(found: Search) -> Iterator[str]:
-    tried = _count(found.tried, "change") + " of one option"
+    tried = counted(found.tried, "change") + " of one option"
     if not found.best:
         yield f"No change helps: {tried} were planned, and none saves 1 % of the step."
     else:
@@ -273,10 +273,6 @@ def _changes(found: Search) -> Iterator[str]:
 def _gain(what: str, gain: float) -> str:
     percent = round(100 * gain)
     return f"{what} {'±' if percent == 0 else '−' if percent > 0 else '+'}{abs(percent)} %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _row(label: str, text: str) -> str:
