@@ -19,7 +19,9 @@ from zerofx.cost.memory import (
     states,
     wire_formula,
 )
+from zerofx.frontend.layouts import describe_params
 from zerofx.frontend.planner import Plan, Planner
+from zerofx.frontend.resident import rest_of
 from zerofx.ir.spec import Layout, ParamSpec
 
 # ZeRO, table 1: GB on each device at stages 1, 2 and 3, by parameters and ranks.
@@ -126,6 +128,25 @@ def test_activations_are_affine_where_communication_has_the_peak() -> None:
             assert (line.base[:, 0] >= 0).all() and (line.slope[:, 0] % 256 == 0).all()
         peak, (base, slope) = stage.forecast.peak(1), stage.forecast.activations(1)
         assert peak.activations == base + slope > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_an_optimizers_temporaries_are_as_wide_as_its_state(dtype: torch.dtype) -> None:
+    params = describe_params(_Small().to(dtype))
+    numel, largest = 2 * (64 * 64 + 64), 64 * 64
+    for device, numbers in (("cuda", numel), ("cpu", 2 * largest)):
+        for precision, size in ((FP32_ADAM, dtype.itemsize), (MIXED_ADAM, 4)):
+            _, held = rest_of(
+                params,
+                ZeroConfig(),
+                1,
+                precision=precision,
+                buffers=0,
+                device=device,
+                coded=(),
+                accumulates=False,
+            )
+            assert held.step == size * numbers
 
 
 class _Convolution(nn.Module):

@@ -43,13 +43,19 @@ def rest_of(
         accumulates: gradients of other graphs or micro-batches are there when one of them runs.
     """
     laid = lay_out(params, config, num_ranks, codes_are_kept=QuantizeUnshards.name in coded)
-    fp32 = [4 * spec.shard_shape(0).numel() for spec in laid if spec.trainable]
     # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
-    step = 2 * max(fp32, default=0) if device == "cpu" else sum(fp32)
+    made = [_computed_bytes(spec, precision) for spec in laid if spec.trainable]
+    step = 2 * max(made, default=0) if device == "cpu" else sum(made)
     step += sum(_widening(spec) for spec in laid if spec.trainable)
     held = states(laid, precision)
     standing = int(held.grads) + _held_back(laid, config) if accumulates else 0
     return laid, Resident(held, buffers, step, standing, _kept_codes(laid, config, coded))
+
+
+def _computed_bytes(spec: ParamSpec, precision: Precision) -> int:
+    """Bytes of a temporary of an optimizer step, in the dtype of its state."""
+    width = 4 if precision.name == "mixed" else spec.dtype.itemsize
+    return width * spec.shard_shape(0).numel()
 
 
 def _held_back(laid: Iterable[ParamSpec], config: ZeroConfig) -> int:
