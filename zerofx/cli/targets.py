@@ -234,7 +234,9 @@ def _fields(name: str, known: Iterable[str]) -> dict[str, Any]:
         if not path.is_file():
             raise ConfigError(f"folder {name} has no config.json", _FORMS)
     if path.is_file():
-        return read_object(path, "name a configuration that transformers wrote")
+        return read_object(
+            path, "name a configuration that transformers wrote, or write package.module:factory"
+        )
     if name in known:
         return {"model_type": name}
     if _is_module(name):

@@ -176,9 +176,10 @@ def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
     if not frames:
         return UnsupportedError(f"{name} does not run as one graph: {_reason(error)}", _ONE_GRAPH)
     found = read_break(words, frames)
+    hints = "; ".join(hint.rstrip(".") for hint in found.remedies)
     return UnsupportedError(
         f"{name} does not run as one graph: {found.reason}",
-        f"{'; '.join(found.remedies)}. {_ONE_GRAPH}" if found.remedies else _ONE_GRAPH,
+        f"{hints}. {_ONE_GRAPH}" if hints else _ONE_GRAPH,
         [f"{found.file}:{found.line} in {found.function}: {found.code}"],
     )
 
