@@ -179,15 +179,32 @@ class _Counts(nn.Module):
         return x.square().mean()
 
 
-def test_a_forward_that_counts_its_blocks_is_planned_whole() -> None:
-    config, machine = ZeroConfig(inner="eager", dump="", bucket_bytes=0), machine_of("cpu")
-    machine = dataclasses.replace(machine, most_bucket_bytes=1 << 20)
+class _Wrapped(_Counts):
+    """Its forward takes it as the first of `args`, as decorators of transformers do."""
+
+    def forward(*args: Any) -> Tensor:
+        model, x = args
+        for block in model.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("kind", "depth"), [(_Counts, 0), (_Wrapped, 8)])
+def test_a_stack_is_traced_whole_where_its_forward_counts_blocks(
+    kind: type[nn.Module], depth: int
+) -> None:
+    config = ZeroConfig(inner="eager", dump="", bucket_bytes=0, quantize="auto")
+    machine = dataclasses.replace(machine_of("cpu"), most_bucket_bytes=1 << 20)
 
     def inputs(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         return (torch.zeros(batch, 512),), {}
 
-    plan = Planner(_Counts, inputs, config, machine, FP32_ADAM, 2, 2, 1).plan((3,))
-    assert plan.depth == 0 and plan.num_params == 8 * (512 * 512 + 512)
+    plan = Planner(kind, inputs, config, machine, FP32_ADAM, 2, 2, 1).plan((3,))
+    assert plan.depth == depth and plan.num_params == 8 * (512 * 512 + 512)
+    (stage,) = plan.stages.values()
+    both = stage.times.step - stage.times.update
+    for found in stage.weighed.values():
+        assert both == pytest.approx(found.coded if found.pays else found.exact)
 
 
 class _Reads(nn.Module):

@@ -30,6 +30,17 @@ def construct(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
+def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give fp32 parameters another dtype; tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.dtype is torch.float32 and id(param) not in made:
+                made[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+            if id(param) in made:
+                setattr(module, name, made[id(param)])
+
+
 class _NothingDrawn(TorchFunctionMode):
     """Functions of `nn.init` that draw until values fit leave a tensor that is on `meta` alone."""
 

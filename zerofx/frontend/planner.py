@@ -23,14 +23,14 @@ from zerofx.cost.machine import Machine
 from zerofx.cost.memory import Precision, precision_of
 from zerofx.cost.surface import peak_expression
 from zerofx.errors import UnsupportedError
-from zerofx.frontend.constructors import construct
+from zerofx.frontend.constructors import cast_params, construct
 from zerofx.frontend.layouts import buffer_bytes, describe_params, lay_out
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.traffic import Traffic, total_of
 from zerofx.frontend.views import Times, View, grow, look
-from zerofx.frontend.weigh import CODING, Weighing, pays
+from zerofx.frontend.weigh import CODING, Weighing, otherwise, pays, with_seconds
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import default_target
 from zerofx.torch_private import fake_mode
@@ -138,6 +138,7 @@ class Planner:
             if blocks is None:
                 raise
             blocks = None  # its blocks are not alike after all, or its forward counts them
+            weighed.clear()
             views = self._views(params, stages, None, weighed)
         plans = {
             stage: self._stage_plan(stage, views[stage], params, buffers, weighed[stage])
@@ -177,7 +178,7 @@ class Planner:
     def _model(self, depth: int) -> nn.Module:
         model = self.build()
         if (dtype := own_dtype(self.precision)) is not torch.float32:
-            _cast(model, dtype)
+            cast_params(model, dtype)
         if depth:
             shorten(model, depth)
         return model
@@ -229,12 +230,18 @@ class Planner:
             self.say(f"running the passes of stage {stage} on {where}")
             if stage not in weighed:
                 weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, machine)
-            one, other = (
-                each.programs(chosen, self.num_ranks, (), machine, weighed[stage])
-                for each in rehearsals
+            made, *others = (
+                tuple(each.programs(chosen, self.num_ranks, (), machine, w) for each in rehearsals)
+                for w in (weighed[stage], *otherwise(weighed[stage]).values())
             )
-            fused = config.inner == "inductor"
-            views[stage] = look((one, other), batches, self.batch, machine, fused=fused)
+            views[stage] = look(
+                made,
+                batches,
+                self.batch,
+                machine,
+                fused=config.inner == "inductor",
+                otherwise=dict(zip(weighed[stage], others, strict=True)),
+            )
         return views
 
     def _config_at(self, stage: int, params: Sequence[ParamSpec]) -> ZeroConfig:
@@ -266,7 +273,9 @@ class Planner:
         )
         forecast = Forecast(resident, view.forward, view.backward, view.lasting)
         times = dataclasses.replace(view.times, update=update_seconds(laid, resident, self.machine))
-        return StagePlan(stage, forecast, times, view.traffic, weighed)
+        others = {name: other.programs for name, other in view.otherwise.items()}
+        timed = with_seconds(weighed, times.programs, others)
+        return StagePlan(stage, forecast, times, view.traffic, timed)
 
 
 def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
@@ -283,14 +292,3 @@ def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
 def own_dtype(precision: Precision) -> torch.dtype:
     """The dtype that fp32 parameters of the model get."""
     return torch.bfloat16 if precision.name == "mixed" else torch.float32
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give fp32 parameters another dtype; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param.dtype is torch.float32 and id(param) not in made:
-                made[id(param)] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
-            if id(param) in made:
-                setattr(module, name, made[id(param)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import fx
 
@@ -43,9 +43,14 @@ class Times:
     update: float = 0.0
 
     @property
+    def programs(self) -> float:
+        """Of forward and backward."""
+        return self.compute + self.exposed + self.host
+
+    @property
     def step(self) -> float:
         """All of it."""
-        return self.compute + self.exposed + self.host + self.update
+        return self.programs + self.update
 
     def plus(self, other: Times, times: float) -> Times:
         """These, and `other` so many times."""
@@ -68,6 +73,7 @@ class View:
         lasting: inputs and results of the model: bytes at batch size 0, and per sample.
         times: at the batch size that was asked for.
         traffic: what a rank sends per step.
+        otherwise: `times` if codes of one kind travelled where they do not, or the other way round.
     """
 
     forward: Line
@@ -75,6 +81,7 @@ class View:
     lasting: tuple[float, float]
     times: Times
     traffic: Traffic
+    otherwise: Mapping[str, Times]
 
 
 def look(
@@ -84,6 +91,7 @@ def look(
     machine: Machine,
     *,
     fused: bool,
+    otherwise: Mapping[str, tuple[Programs, Programs]],
 ) -> View:
     """Look at one stage's programs of two batch sizes.
 
@@ -93,23 +101,29 @@ def look(
         wanted: the batch size whose time is asked for.
         machine: where they will run.
         fused: whether kernels are fused, as Inductor does.
+        otherwise: programs of these sizes, one kind of codes decided otherwise.
 
     Raises:
         NotAlikeError: the programs depend on the batch size by more than their shapes.
     """
+
+    def timed(both: tuple[Programs, Programs]) -> Times:
+        base, more = (times_of(timelines(each, machine, fused=fused)) for each in both)
+        return base.towards(more, (wanted - batch) / (batch2 - batch))
+
     batch, batch2 = batches
     (forward, backward, held), (forward2, backward2, held2) = (
         _curves(each, machine.algorithms, fused) for each in programs
     )
     lasting, lasting2 = (sum(h.values[piece] for piece in h.lasting) for h in (held, held2))
     slope = (lasting2 - lasting) / (batch2 - batch)
-    base, more = (times_of(timelines(each, machine, fused=fused)) for each in programs)
     return View(
         line_through(forward, batch, forward2, batch2),
         line_through(backward, batch, backward2, batch2),
         (lasting - batch * slope, slope),
-        base.towards(more, (wanted - batch) / (batch2 - batch)),
+        timed(programs),
         traffic(programs[0]),
+        {name: timed(both) for name, both in otherwise.items()},
     )
 
 
@@ -173,6 +187,10 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
             for one, two in [
                 (few.traffic.get(key, NOTHING_SENT), more.traffic.get(key, NOTHING_SENT))
             ]
+        },
+        {
+            name: times.towards(more.otherwise[name], factor)
+            for name, times in few.otherwise.items()
         },
     )
 

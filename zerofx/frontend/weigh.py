@@ -86,6 +86,32 @@ def pays(weighing: Weighing, name: str) -> bool:
     return name not in weighing or weighing[name].pays
 
 
+def otherwise(weighing: Weighing) -> dict[str, Weighing]:
+    """For each kind of codes, what was decided of the others, and the opposite of it."""
+    return {
+        name: {**weighing, name: dataclasses.replace(each, pays=not each.pays)}
+        for name, each in weighing.items()
+    }
+
+
+def with_seconds(weighing: Weighing, seconds: float, others: Mapping[str, float]) -> Weighing:
+    """The same decisions with the times of another depth or batch.
+
+    Args:
+        weighing: what was decided.
+        seconds: of forward and backward.
+        others: with one kind of codes decided otherwise.
+    """
+    return {
+        name: dataclasses.replace(
+            each,
+            exact=others[name] if each.pays else seconds,
+            coded=seconds if each.pays else others[name],
+        )
+        for name, each in weighing.items()
+    }
+
+
 def dumps(weighing: Weighing) -> str:
     """As JSON, for other ranks."""
     return json.dumps({name: dataclasses.asdict(each) for name, each in weighing.items()})

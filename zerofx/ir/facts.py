@@ -99,5 +99,6 @@ def module_path(node: fx.Node) -> str:
     stack: dict[str, tuple[str, object]]
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = str(next(reversed([path for path, _ in stack.values()]), ""))
+    path = re.sub(r"^(L\['\w+'\])\[0\]", r"\1", path)  # a decorator's `args` begin with the model
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", r".\1\2\3", path)
     return path.partition(".")[2].partition(".")[2] if path.startswith("L.") else path
