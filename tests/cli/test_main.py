@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,17 @@ def test_what_is_no_number_is_refused() -> None:
 def test_numbers_are_shown_as_in_the_paper() -> None:
     assert units.show_bytes(31.4e9) == "31.4 GB" and units.show_bytes(120e9) == "120 GB"
     assert units.show_count(7.5e9) == "7.50 B" and units.show_seconds(0.0123) == "12.3 ms"
+    assert units.show_bytes(999.4e6) == "999 MB" and units.show_bytes(999.6e6) == "1.00 GB"
+    assert units.show_rate(25e9) == "25.0 GB/s" and units.show_rate(math.inf) == "no limit"
+
+
+def test_data_are_json_where_a_link_has_no_limit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Answer({"links": [{"rate": math.inf}], "sizes": (1, 2.5)}, ())
+    monkeypatch.setattr("zerofx.cli.plan.run", lambda args, progress: answer)
+    assert main(["plan", "any", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"links": [{"rate": None}], "sizes": [1, 2.5]}
 
 
 def test_a_configuration_on_disk_and_a_factory_with_arguments(tmp_path: Path) -> None:

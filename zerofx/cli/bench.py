@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Iterator
 
@@ -118,12 +117,7 @@ def _show_machine(machine: Machine) -> Table:
 
 
 def _show_link(link: Link) -> str:
-    rate = (
-        "no limit"
-        if math.isinf(link.bytes_per_second)
-        else f"{units.show_bytes(link.bytes_per_second)}/s"
-    )
-    return f"{units.show_seconds(link.latency)} and {rate}"
+    return f"{units.show_seconds(link.latency)} and {units.show_rate(link.bytes_per_second)}"
 
 
 def _show(table: CommTable) -> Table:

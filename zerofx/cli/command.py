@@ -18,7 +18,7 @@ class Answer:
     """What a subcommand found.
 
     Attributes:
-        data: for `--json`: dicts, lists, strings, numbers.
+        data: for `--json`: dicts, lists, strings, numbers; null stands for infinite ones.
         text: for people; printed in order.
         ok: false if a check failed; the exit code is then 1.
         silent: print nothing: another rank does.

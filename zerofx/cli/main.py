@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -80,7 +81,7 @@ def _print_to_whoever_reads(answer: Answer, *, as_json: bool) -> None:
 
 def _print(answer: Answer, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(answer.data, indent=2))
+        print(json.dumps(_finite(answer.data), indent=2))
         return
     # Names and code are the user's, and scripts and shells read text whole: nothing is taken for
     # markup, wrapped, or cut, so that a table is as wide as it is.
@@ -90,6 +91,15 @@ def _print(answer: Answer, *, as_json: bool) -> None:
         if not isinstance(each, str):
             console.width = console.measure(each, options=widest).maximum
         console.print(each, soft_wrap=True)
+
+
+def _finite(data: Any) -> Any:
+    """Data with null for numbers that JSON does not have, such as the rate of a perfect link."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in cast("dict[Any, Any]", data).items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in cast("list[Any]", data)]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _block(command: str, error: Exception, debug: bool) -> str:

@@ -14,6 +14,7 @@ _PREFIX = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*"
 _SIZE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(b?)", re.I)
 _RATE = re.compile(_NUMBER + r"([kmgtp]?)(i?)(bits?|bytes?|(?-i:[bB]))?(?:/s|ps)?", re.I)
+_ALMOST = 0.9995  # of the next larger unit: three digits of it are 1.00
 _SPEED = re.compile(_NUMBER + r"([kmgtp]?)(?:flops?)?(?:/s)?", re.I)
 
 
@@ -68,15 +69,20 @@ def show_bytes(count: float) -> str:
     """`31.4 GB`: three digits, powers of ten as in the ZeRO paper."""
     for prefix in ("P", "T", "G", "M", "k"):
         factor = 1000.0 ** _PREFIX[prefix.lower()]
-        if count >= factor:
+        if count >= _ALMOST * factor:
             return f"{_digits(count / factor)} {prefix}B"
     return f"{int(count)} B"
+
+
+def show_rate(per_second: float) -> str:
+    """`25.0 GB/s`; `no limit` if it is infinite."""
+    return "no limit" if math.isinf(per_second) else f"{show_bytes(per_second)}/s"
 
 
 def show_count(count: float) -> str:
     """`7.50 B` of parameters, in the paper's letters."""
     for letter, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= factor:
+        if count >= _ALMOST * factor:
             return f"{_digits(count / factor)} {letter}"
     return str(int(count))
 
@@ -89,7 +95,7 @@ def counted(number: int, noun: str) -> str:
 def show_seconds(seconds: float) -> str:
     """`12.3 ms`."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
+        if seconds >= _ALMOST * factor:
             return f"{_digits(seconds / factor)} {unit}"
     return f"{_digits(seconds / 1e-6)} µs"
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zerofx.cli.units import counted, show_bytes, show_seconds
+from zerofx.cli.units import counted, show_bytes, show_rate, show_seconds
 from zerofx.debug.captured import UNCOMPILED, Break, Captured, Recompile
 from zerofx.debug.changes import Change, Search
 from zerofx.debug.decisions import Why
@@ -100,7 +100,7 @@ def _head(found: Explanation) -> Iterator[str]:
     link, ranks = machine.link, counted(setting.num_ranks, "rank")
     yield (
         f"{found.name}: zero{config.stage} on {ranks} ({machine.device}), "
-        f"link {show_bytes(link.bytes_per_second)}/s and {show_seconds(link.latency)}, "
+        f"link {show_rate(link.bytes_per_second)} and {show_seconds(link.latency)}, "
         f"inner compiler {config.inner}"
     )
 
