@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from zerofx.frontend import inner
 from zerofx.frontend.partition import repeat_constants
 from zerofx.frontend.segments import Segment, split
+from zerofx.ir.facts import Facts, facts, set_facts
 from zerofx.ir.ops import FREE
 from zerofx.torch_private import run_boxed
 
@@ -272,7 +273,11 @@ def test_large_constants_are_made_where_they_are_read() -> None:
     graph.call_function(FREE, (value, 0))
     second = graph.call_function(torch.ops.aten.mul.Tensor, (zeros, one))
     graph.output((first, second))
+    for node, module in ((zeros, "layers.1"), (first, "layers.1"), (second, "layers.0")):
+        set_facts(node, Facts(module=module))
     repeat_constants(graph)
+    for reader in (first, second):
+        assert facts(reader.all_input_nodes[0]).module == facts(reader).module
     before, _, after = split(graph)
     assert isinstance(before, Segment) and isinstance(after, Segment)
     assert (before.outputs, after.inputs) == ((one, first), (one,))

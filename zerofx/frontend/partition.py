@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from zerofx.frontend.annotate import annotate_saved
 from zerofx.frontend.kept_reads import keep_reads
 from zerofx.ir.cut import gradient_owners, verify_cut
-from zerofx.ir.facts import Role, facts
+from zerofx.ir.facts import Role, facts, set_facts
 from zerofx.ir.meaning import Meanings
 from zerofx.ir.ops import REDUCE_GRAD, UNSHARD, is_call
 from zerofx.ir.program import Program
@@ -129,7 +129,9 @@ def repeat_constants(graph: fx.Graph) -> None:
             continue
         for user in [user for user in node.users if user.op != "output"]:
             with graph.inserting_before(user):
-                user.replace_input_with(node, graph.node_copy(node, lambda arg: arg))
+                made = graph.node_copy(node, lambda arg: arg)
+            set_facts(made, dataclasses.replace(facts(node), module=facts(user).module))
+            user.replace_input_with(node, made)
         if not node.users:
             graph.erase_node(node)
 

@@ -29,7 +29,7 @@ from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.stacks import shorten, stack_depth
 from zerofx.frontend.traffic import Traffic, total_of
-from zerofx.frontend.views import Times, View, grow, look
+from zerofx.frontend.views import Programs, Times, View, grow, look
 from zerofx.frontend.weigh import CODING, Weighing, otherwise, pays, with_seconds
 from zerofx.ir.spec import ParamSpec
 from zerofx.passes.buckets import default_target
@@ -177,8 +177,8 @@ class Planner:
 
     def _model(self, depth: int) -> nn.Module:
         model = self.build()
-        if (dtype := own_dtype(self.precision)) is not torch.float32:
-            cast_params(model, dtype)
+        if self.precision.name == "mixed":
+            cast_params(model, torch.bfloat16)
         if depth:
             shorten(model, depth)
         return model
@@ -230,17 +230,14 @@ class Planner:
             self.say(f"running the passes of stage {stage} on {where}")
             if stage not in weighed:
                 weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, machine)
-            made, *others = (
-                tuple(each.programs(chosen, self.num_ranks, (), machine, w) for each in rehearsals)
-                for w in (weighed[stage], *otherwise(weighed[stage]).values())
-            )
+            made = functools.partial(_programs, rehearsals, chosen, self.num_ranks, machine)
             views[stage] = look(
-                made,
+                made(weighed[stage]),
                 batches,
                 self.batch,
                 machine,
                 fused=config.inner == "inductor",
-                otherwise=dict(zip(weighed[stage], others, strict=True)),
+                otherwise={name: made(w) for name, w in otherwise(weighed[stage]).items()},
             )
         return views
 
@@ -278,6 +275,18 @@ class Planner:
         return StagePlan(stage, forecast, times, view.traffic, timed)
 
 
+def _programs(
+    rehearsals: Iterable[Rehearsal],
+    config: ZeroConfig,
+    num_ranks: int,
+    machine: Machine,
+    weighing: Weighing,
+) -> tuple[Programs, Programs]:
+    """Of the same model with two batch sizes."""
+    one, other = (each.programs(config, num_ranks, (), machine, weighing) for each in rehearsals)
+    return one, other
+
+
 def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
     """The options at another stage, without those that have no meaning there."""
     without: dict[str, Any] = {}
@@ -287,8 +296,3 @@ def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
     if stage == 0 or (config.quantize_weights and not config.quantize_gradients and stage < 3):
         without |= {"quantize": None, "quantize_gradients": None, "drift_every": None}
     return dataclasses.replace(config, stage=stage, **without)
-
-
-def own_dtype(precision: Precision) -> torch.dtype:
-    """The dtype that fp32 parameters of the model get."""
-    return torch.bfloat16 if precision.name == "mixed" else torch.float32
