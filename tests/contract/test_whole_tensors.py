@@ -44,6 +44,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "extremes so far": lambda w: w.cummax(0).values,
     "activation": lambda w: nn.functional.hardswish(w) + nn.functional.logsigmoid(w),
     "with plain rows": lambda w: w.index_add(0, torch.tensor([0, 12]), torch.ones(2, 7).to(w)),
+    "one and two largest of rows": lambda w: w.topk(1).values + w.topk(2).values,
+    "two histograms": lambda w: w.histc(3, -1, 1).sum() + w.histc(4, -1, 1)[3],
+    "bits": lambda w: w.view(torch.int64)[:, 3] + w.view(torch.uint8)[:, 50],
+    "quantiles without nan": lambda w: torch.nanquantile(w, 0.4, dim=1),
+    "other shapes, in place": lambda w: (2 * w).unsqueeze_(0).transpose_(0, 2).squeeze_(2).t_(),
     "all near": lambda w: torch.tensor(torch.allclose(w, w)),
 }
 # torch has none, or gives the one of a number from a `DTensor` a wrong stride, and raises.

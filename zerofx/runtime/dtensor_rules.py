@@ -36,8 +36,9 @@ from zerofx.torch_private import (
     foreach_by_default,
     read_scalars_whole,
     reduce_all_rows,
+    remember_shapes,
+    reshape_in_place,
     torchs_way,
-    transpose_in_place,
     update_local_tensors,
 )
 
@@ -59,7 +60,8 @@ def _global_value(number: DTensor) -> Tensor:
 read_scalars_whole(_global_value)
 find_extremes()
 reduce_all_rows()
-transpose_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
+remember_shapes()
+reshape_in_place(take_place)  # nn.init.orthogonal_ of wide matrices
 
 
 # Averages of weights that were copied before these were sharded; penalties in a loss; masks.

@@ -2,8 +2,8 @@
 
 Each name says why it is needed; `tests/test_torch_private.py` lists the missing ones by version.
 Modules: answers, backwards, captured, compiler, conjugates, distributed, extremes, foreach, frames,
-given, handlers, joint, nccl, nests, operators, outside, profiling, reductions, sequences, steps,
-tensors, turns, views.
+given, handlers, joint, nccl, nests, operators, outside, profiling, reductions, remembered,
+sequences, steps, tensors, turns, views.
 """
 
 from zerofx.torch_private.answers import answer_operations, answer_other_libraries
@@ -100,6 +100,7 @@ from zerofx.torch_private.operators import is_mutable, is_operator, written_by
 from zerofx.torch_private.outside import trace_inside, trace_outside
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.reductions import reduce_all_rows
+from zerofx.torch_private.remembered import remember_shapes
 from zerofx.torch_private.sequences import (
     all_positions,
     exchanged,
@@ -127,6 +128,7 @@ from zerofx.torch_private.tensors import (
     local_parts,
     memory_of,
     read_scalars_whole,
+    reshape_in_place,
     same_shape,
     settled,
     shares_storage,
@@ -134,7 +136,6 @@ from zerofx.torch_private.tensors import (
     stated_dtype,
     storage_key,
     symbols_of,
-    transpose_in_place,
     unwrap_compiled,
     with_local,
     with_values,
@@ -240,6 +241,8 @@ __all__ = [
     "records_cuda_graphs",
     "reduce_all_rows",
     "reduce_scatter_flat",
+    "remember_shapes",
+    "reshape_in_place",
     "restart_dynamo",
     "run_boxed",
     "same_shape",
@@ -260,7 +263,6 @@ __all__ = [
     "trace_artifact",
     "trace_inside",
     "trace_outside",
-    "transpose_in_place",
     "unwrap_compiled",
     "update_local_tensors",
     "where_dynamo_stopped",

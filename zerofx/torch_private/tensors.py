@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from zerofx.torch_private.handlers import HANDLERS
+from zerofx.torch_private.handlers import HANDLERS, Handler
 from zerofx.torch_private.nests import tensors_in
 
 DispatchMode = TorchDispatchMode
@@ -122,15 +122,24 @@ def stated_dtype(value: DTensor) -> torch.dtype:
     return value.dtype if meta is None else meta.dtype
 
 
-def transpose_in_place(take_place: Callable[[Any, Any], None]) -> None:
-    """Let `value.t_()` put `value.t()` in its place; torch has no rule for it."""
+def reshape_in_place(take_place: Callable[[Any, Any], None]) -> None:
+    """Let `value.t_()`, `value.squeeze_()` and the like put `value.t()`, … in its place.
 
-    def transpose(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-        value: DTensor = args[0]
-        take_place(value, value.t())
-        return value
+    torch has no rule for them, or leaves the shape as it was.
+    """
 
-    HANDLERS[torch.ops.aten.t_.default] = transpose
+    def answering(other: Any) -> Handler:
+        def answer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+            value: DTensor = args[0]
+            take_place(value, other(*args, **kwargs))
+            return value
+
+        return answer
+
+    for name in ("squeeze", "t", "transpose", "unsqueeze"):
+        packet = getattr(torch.ops.aten, f"{name}_")
+        answer = answering(getattr(torch.ops.aten, name))
+        HANDLERS.update((getattr(packet, overload), answer) for overload in packet.overloads())
 
 
 def read_scalars_whole(gather: Callable[[DTensor], Tensor]) -> None:
