@@ -145,14 +145,19 @@ def states(specs: Iterable[ParamSpec], precision: Precision) -> States:
     nor optimizer state. Secondary shards count as values.
     """
     params = grads = optimizer = 0
+    numbers = 3 if precision.name == "mixed" else 2  # of an element: moments, and a master weight
     for spec in specs:
         own = spec.shard_shape(0).numel()
         params += _held_bytes(spec) + spec.secondary_bytes
         if spec.trainable:
             grads += own * spec.grad_dtype.itemsize
-            moments = 2 * spec.dtype.itemsize
-            optimizer += own * (precision.optimizer if precision.name == "mixed" else moments)
+            optimizer += own * numbers * state_itemsize(spec, precision)
     return States(params, grads, optimizer)
+
+
+def state_itemsize(spec: ParamSpec, precision: Precision) -> int:
+    """Bytes of a number of optimizer state: fp32 beside master weights, else the parameter's."""
+    return 4 if precision.name == "mixed" else spec.dtype.itemsize
 
 
 def _held_bytes(spec: ParamSpec) -> int:

@@ -21,6 +21,7 @@ from zerofx.ir.parcels import Codec
 from zerofx.ir.program import Program
 from zerofx.ir.text import node_names
 from zerofx.ir.view import owned_source
+from zerofx.torch_private import arguments_by_name
 
 _LARGEST_CONSTANT = 256
 _VIEW = torch.ops.aten.view.default
@@ -199,9 +200,9 @@ def _refused(node: fx.Node, why: str) -> UnsupportedError:
 
 def _refuse_own_groups(node: fx.Node) -> None:
     """Collectives that the model calls name their group: the file has that of all ranks only."""
-    schema = getattr(node.target, "_schema", None)
-    names = [given.name for given in schema.arguments] if schema is not None else []
-    group = {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("group_name")
+    if not hasattr(node.target, "_schema"):
+        return
+    group = arguments_by_name(node.target, node.args, node.kwargs).get("group_name")
     world = dist.group.WORLD
     if group is not None and (world is None or group != world.group_name):
         raise _refused(node, f"{node.target} is over process group {group!r}, which is this run's")

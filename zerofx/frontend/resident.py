@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from zerofx.config import ZeroConfig
 from zerofx.cost.forecast import Resident
 from zerofx.cost.machine import Machine
-from zerofx.cost.memory import Precision, states
+from zerofx.cost.memory import Precision, state_itemsize, states
 from zerofx.cost.micro_batches import is_hybrid
 from zerofx.frontend.layouts import lay_out
 from zerofx.frontend.weigh import CODING
@@ -43,19 +43,14 @@ def rest_of(
         accumulates: gradients of other graphs or micro-batches are there when one of them runs.
     """
     laid = lay_out(params, config, num_ranks, codes_are_kept=QuantizeUnshards.name in coded)
+    trainable = [spec for spec in laid if spec.trainable]
     # Its step makes one temporary of all parameters on GPUs, and two of one on CPUs.
-    made = [_computed_bytes(spec, precision) for spec in laid if spec.trainable]
+    made = [s.shard_shape(0).numel() * state_itemsize(s, precision) for s in trainable]
     step = 2 * max(made, default=0) if device == "cpu" else sum(made)
-    step += sum(_widening(spec) for spec in laid if spec.trainable)
+    step += sum(map(_widening, trainable))
     held = states(laid, precision)
     standing = int(held.grads) + _held_back(laid, config) if accumulates else 0
     return laid, Resident(held, buffers, step, standing, _kept_codes(laid, config, coded))
-
-
-def _computed_bytes(spec: ParamSpec, precision: Precision) -> int:
-    """Bytes of a temporary of an optimizer step, in the dtype of its state."""
-    width = 4 if precision.name == "mixed" else spec.dtype.itemsize
-    return width * spec.shard_shape(0).numel()
 
 
 def _held_back(laid: Iterable[ParamSpec], config: ZeroConfig) -> int:

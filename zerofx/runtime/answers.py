@@ -26,6 +26,7 @@ from zerofx.runtime.in_place import (
 )
 from zerofx.runtime.parameter import Sharded, local_tensor
 from zerofx.torch_private import (
+    arguments_by_name,
     fake_mode_of,
     has_parts,
     is_mixing,
@@ -145,14 +146,9 @@ def _writes_first(op: Any) -> bool:
     return [at for at, given in enumerate(op._schema.arguments) if given.is_write] == [0]
 
 
-def _by_name(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [given.name for given in op._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
 def _written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The operands that `op` writes to: tensors, and lists of them."""
-    operands = _by_name(op, args, kwargs)
+    operands = arguments_by_name(op, args, kwargs)
     names = [given.name for given in op._schema.arguments if given.is_write]
     return {name: operands[name] for name in names if name in operands}
 
@@ -172,7 +168,7 @@ def _write_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wholes.append((value, _empty(value) if anew else full(value.detach())))
         return wholes[-1][1]
 
-    operands = _by_name(op, args, kwargs) | map_tensors(whole_of, written)
+    operands = arguments_by_name(op, args, kwargs) | map_tensors(whole_of, written)
     _of_full_values(op, (), operands)
     if any(whole.shape != value.shape for value, whole in wholes):
         return NotImplemented

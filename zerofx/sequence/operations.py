@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from zerofx.torch_private import DispatchMode, FakeMode, is_mutable, tensors_in
+from zerofx.torch_private import DispatchMode, FakeMode, arguments_by_name, is_mutable, tensors_in
 
 _HOMES: tuple[Any, ...] = (torch, F, operator, torch.special, torch.linalg)
 _ALSO_POINTWISE = frozenset(
@@ -119,9 +119,8 @@ def _draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether it draws random numbers: attention counts as random, whether it drops or not."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    names = [each.name for each in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
+    drops = any(each.name == "dropout_p" for each in op._schema.arguments)
+    return not drops or bool(arguments_by_name(op, args, kwargs).get("dropout_p"))
 
 
 def may_write(node: fx.Node, name: str, kernels: Kernels | None) -> bool:

@@ -96,7 +96,12 @@ from zerofx.torch_private.joint import (
 )
 from zerofx.torch_private.nccl import gpus_of_a_node, nccl_seconds
 from zerofx.torch_private.nests import map_tensors, tensors_in
-from zerofx.torch_private.operators import is_mutable, is_operator, written_by
+from zerofx.torch_private.operators import (
+    arguments_by_name,
+    is_mutable,
+    is_operator,
+    written_by,
+)
 from zerofx.torch_private.outside import trace_inside, trace_outside
 from zerofx.torch_private.profiling import is_profiling
 from zerofx.torch_private.reductions import reduce_all_rows
@@ -156,6 +161,7 @@ __all__ = [
     "answer_collectives",
     "answer_operations",
     "answer_other_libraries",
+    "arguments_by_name",
     "as_traced",
     "backend_of",
     "backward_id",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch._ops import OperatorBase
@@ -14,10 +14,15 @@ def is_mutable(op: Any) -> bool:
     return op._schema.is_mutable
 
 
+def arguments_by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, without defaults."""
+    names = (each.name for each in op._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def written_by(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operation writes to, such as `out`."""
-    listed = op._schema.arguments
-    given = dict(zip((each.name for each in listed), args, strict=False)) | kwargs
+    given, listed = arguments_by_name(op, args, kwargs), op._schema.arguments
     return [given.get(each.name) for each in listed if each.alias_info and each.alias_info.is_write]
 
 
