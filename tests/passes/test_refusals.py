@@ -73,6 +73,23 @@ def test_pass_that_fails_is_named_with_those_that_ran() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refuse(Crash):
+    """Has no use for the program, and says why."""
+
+    def plan(self, program: Program) -> Any:
+        raise PassError("a weight is read twice", "read it once", ["w"])
+
+
+def test_pass_that_refuses_a_program_is_quoted() -> None:
+    with pytest.raises(PassError) as caught:
+        run_passes(read_twice(), [MergeUnshards(), Refuse()])
+    error = caught.value
+    assert error.problem == "pass crash refuses the joint program: a weight is read twice"
+    assert error.remedy == "read it once"
+    assert error.offenders == ("w", "ran before it: merge_unshards")
+
+
+@dataclasses.dataclass(frozen=True)
 class MustCrash(Crash):
     """As a pass without which a program would be wrong."""
 

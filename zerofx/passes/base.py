@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from zerofx.errors import PassError, VerificationError
+from zerofx.errors import PassError, VerificationError, ZeroFxError
 from zerofx.ir.border import Border
 from zerofx.ir.edit import Editor
 from zerofx.ir.meaning import Meanings
@@ -73,7 +73,7 @@ def run_passes(
 
     Raises:
         VerificationError: a pass broke a rule.
-        PassError: a pass failed; names the passes that already ran.
+        PassError: a pass failed, or refused the program; names the passes that already ran.
     """
     done: list[str] = []
     meanings = Meanings(program) if check else None
@@ -106,6 +106,10 @@ def run_passes(
 
 
 def _failure(each: Pass, program: Program, done: Sequence[str], error: Exception) -> PassError:
+    before = [f"ran before it: {name}" for name in done]
+    if isinstance(error, ZeroFxError):  # it says itself what to do
+        problem = f"pass {each.name} refuses the {program.region.value} program: {error.problem}"
+        return PassError(problem, error.remedy, [*error.offenders, *before])
     module = type(each).__module__
     ours = module.partition(".")[0] == __name__.partition(".")[0]
     remedy = "report this" if ours else f"repair {type(each).__qualname__} in {module}"
@@ -115,5 +119,5 @@ def _failure(each: Pass, program: Program, done: Sequence[str], error: Exception
         f"pass {each.name} failed on the {program.region.value} program: "
         f"{type(error).__name__}: {error}",
         remedy,
-        [f"ran before it: {name}" for name in done],
+        before,
     )
