@@ -33,14 +33,21 @@ def _two_layers(read: Read, buffers: Sequence[Tensor], inputs: Sequence[Tensor])
     return ((hidden @ read("b.weight").t()).square().mean(),)
 
 
+def _with_a_sum(read: Read, buffers: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+    """One gradient is a single number, expanded."""
+    (loss,) = _two_layers(read, buffers, inputs)
+    return (loss + 1e-6 * read("c.weight").sum(),)
+
+
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     shards, replicas, nodes = draw(st.sampled_from(NODES))
     layout = Layout(2, shards, replicas, False, node_size=shards // nodes)
     wide, hidden, out = (draw(st.integers(1, 60)) for _ in range(3))
     shapes = {"a.weight": (hidden, wide), "a.bias": (hidden,), "b.weight": (out, hidden)}
+    shapes["c.weight"] = (hidden, out)
     params = specs_of(shapes, layout, small=draw(st.sampled_from([0, 100])), dtype=torch.float32)
-    return Model(_two_layers, params, [torch.zeros(3, wide)])
+    return Model(_with_a_sum, params, [torch.zeros(3, wide)])
 
 
 def _final(model: Model, **options: Any) -> tuple[Program, Program]:

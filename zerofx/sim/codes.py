@@ -83,7 +83,7 @@ def mean_codes(
     specs, kernels = specs_of(program, start), reduction_kernels(program, start)
     num, sent = specs[0].layout.num_shards, kernels.pack.parcels.members
     flat = [
-        [grad.to(member.dtype).reshape(-1) for grad in each]
+        [grad.to(member.dtype).reshape(-1).contiguous() for grad in each]
         for each, member in zip(grads, sent, strict=True)
     ]
     replicas = _replicas(list(zip(*flat, strict=True)), num)
