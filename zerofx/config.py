@@ -66,14 +66,14 @@ class ZeroConfig:
             more, the largest of them are sharded, too. By default there is no such bound.
         bucket_bytes: parameters are gathered, and gradients reduced, in buckets of about this many
             bytes of full values; neighbouring layers share one if they fit. 0: each alone. By
-            default 16 MiB, or an eighth of all parameters if that is less.
+            default 16 MiB, or an eighth of the parameters that a graph reads if that is less.
         prefetch_bytes: most bytes of gathered values at stage 3, from the start of a gather to its
             free; of codes, until they are read. What a layer needs at once is gathered in any case,
             and as much may be gathered ahead. By default as much as it takes to gather one bucket
             of values ahead of every use.
         memory_budget: bytes of full values that stage 3 may keep from forward to backward instead
-            of gathering them again. 0: none, strictly. By default the last bucket of forward, which
-            backward needs first, is kept, and nothing else. The graphs of one forward (a graph
+            of gathering them again, besides the last bucket of forward, which backward needs first:
+            that alone is kept by default. 0: nothing, strictly. The graphs of one forward (a graph
             break, blocks compiled alone) share the budget: as one begins, what earlier ones kept
             goes, oldest first, until it fits beside what this one keeps.
         keep_freed_memory: on CPUs, have glibc keep the memory that this process frees instead of
