@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +13,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofx
+from tests.hand_program import Hand
+from tests.passes.cases import chain
 from tests.passes.models import close, compile_all, data_for, expected, layout_for, step
-from tests.program_builder import Model, Read, specs_of
+from tests.program_builder import Model, Read, layout_of, specs_of
 from zerofx.config import ZeroConfig
 from zerofx.ir import ops
-from zerofx.ir.facts import facts
+from zerofx.ir.facts import Role, facts, set_facts
 from zerofx.ir.program import Program
+from zerofx.ir.spec import Region
 from zerofx.ir.verify import peak_full_bytes
+from zerofx.passes.base import run_passes
+from zerofx.passes.fuse_reduces import FuseReduces
+from zerofx.passes.keep_unsharded import KeepUnsharded
 from zerofx.passes.pipelines import pipeline
+from zerofx.passes.schedule import Schedule
+from zerofx.sim.lockstep import run_lockstep
 
+aten = torch.ops.aten
 OPTIONAL = ("fuse_unshards", "fuse_reduces", "keep_unsharded", "schedule")
 
 
@@ -109,6 +119,47 @@ def test_without_prefetch_every_wait_follows_its_start() -> None:
 
     assert num_early(prefetch_bytes=0) == 0
     assert num_early() == 6
+
+
+def test_reductions_start_ahead_of_gathers_that_are_needed_later() -> None:
+    _, backward = compiled(bucket_bytes=600)
+    nodes = list(backward.graph.nodes)
+    segment = dict(zip(nodes, itertools.accumulate(map(ops.computes, nodes)), strict=True))
+    ahead: list[bool] = []
+    for start, following in itertools.pairwise(backward.calls(ops.REDUCE_START)):
+        for gather in backward.calls(ops.UNSHARD_START):
+            if segment[gather] == segment[start]:
+                first = nodes.index(start) < nodes.index(gather)
+                assert first == (segment[ops.waits_of(gather)[0]] > segment[following])
+                ahead.append(first)
+    assert any(ahead)
+
+
+def test_means_that_a_program_goes_on_to_compute_with_stay_where_they_are() -> None:
+    """A gather of what is computed of one, too; here a gradient comes of that."""
+    layout = layout_for(3, 2, 1)
+    hand = Hand(specs_of({"w": (3, 3), "v": (3, 3)}, layout), Region.BACKWARD)
+    w, v, dy = hand.shard("w"), hand.shard("v"), hand.input("dy", 3, 3)
+    mean = hand.reduced(hand.call(aten.mm.default, dy, dy), w)
+    half = hand.call(aten.mul.Tensor, mean, 0.5)
+    start = hand.call(ops.UNSHARD_START, [half], layout.handle, role=Role.UNSHARD, param="w")
+    set_facts(start, dataclasses.replace(facts(start), members=("w",)))
+    full = hand.call(ops.UNSHARD_WAIT, start, half, [3, 3], role=Role.FULL, param="w")
+    grad = hand.call(aten.mm.default, dy, full)
+    hand.free(full)
+    program = hand.program([mean, hand.reduced(grad, v)], 0)
+    shards = [torch.zeros(rows, 3, dtype=torch.float64) for rows in (2, 1)]
+    inputs = [[shard, shard, torch.randn(3, 3, dtype=torch.float64)] for shard in shards]
+    before = run_lockstep(program, inputs)
+    run_passes(program, [FuseReduces(target_bytes=1000), Schedule(prefetch_bytes=1000)])
+    assert close(run_lockstep(program, inputs), before, exact=True)
+
+
+def test_of_what_a_budget_keeps_the_smallest_come_first() -> None:
+    params = specs_of({"l.0.w": (9, 3), "l.1.w": (1, 9), "l.2.w": (3, 1)}, layout_of(2))
+    program = chain(params, later=tuple(params))()
+    kept = KeepUnsharded(budget_bytes=240).plan(program).kept
+    assert [facts(free).param for free, _ in kept] == ["l.2.w", "l.1.w"]
 
 
 def test_schedule_makes_fewer_segments() -> None:

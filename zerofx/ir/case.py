@@ -137,7 +137,7 @@ class Case:
         for node in self.place:
             if ops.is_call(node, *reducing):
                 out[node] = (node,)
-            elif not ops.is_call(node, ops.UNSHARD, ops.UNSHARD_START):
+            elif not ops.is_call(node, ops.UNSHARD, ops.UNSHARD_WAIT):
                 found = _union(out.get(source, _NONE) for source in node.all_input_nodes)
                 if found and node.op != "output":
                     out[node] = found
