@@ -75,6 +75,14 @@ def _parameters() -> None:
     links = model.links
     del model.links
     model.links = links  # the remedy
+    whole = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.register_buffer("table", distribute_tensor(torch.eye(4), whole, [Shard(0)]))
+    with refused("table", "buffers are DTensors", "full_tensor", kind=UnsupportedError):
+        compiled(model, 3)(*data(0))
+    still_plain(model)
+    table = model.table
+    del model.table
+    model.table = table
     train(compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1))
 
 

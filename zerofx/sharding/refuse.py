@@ -100,19 +100,31 @@ def refuse_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def refuse_buffers(named: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_buffers(named: Iterable[tuple[str, Tensor]], *, again: bool) -> None:
     """Refuse buffers that rank 0's values cannot be written into.
+
+    Args:
+        named: all of the model.
+        again: it is sharded already, and may have put its parameters' values into buffers.
 
     Raises:
         UnsupportedError: names the buffers.
     """
-    sparse = [f"{name} ({_kind(buffer)})" for name, buffer in named if _is_sparse(buffer)]
+    listed = list(named)
+    sparse = [f"{name} ({_kind(buffer)})" for name, buffer in listed if _is_sparse(buffer)]
     if sparse:
         raise UnsupportedError(
             "buffers are sparse, and ranks may hold other numbers of values in them",
             "make them attributes that are no buffers (self.adjacency = …), the same on every "
             "rank, or convert them with .to_dense()",
             sparse,
+        )
+    parts = [f"{name} ({_kind(buffer)})" for name, buffer in listed if _is_dtensor(buffer)]
+    if parts and not again:
+        raise UnsupportedError(
+            "buffers are DTensors, and rank 0's part of them is not that of other ranks",
+            "register whole values (.full_tensor()), or make them attributes that are no buffers",
+            parts,
         )
 
 
@@ -168,7 +180,7 @@ def _is_lazy(param: Tensor) -> bool:
     return nn.parameter.is_lazy(param)
 
 
-def _is_dtensor(param: nn.Parameter) -> bool:
+def _is_dtensor(param: Tensor) -> bool:
     return isinstance(param, DTensor)
 
 

@@ -83,7 +83,7 @@ def shard_model(
     }
     named = [(names[key][0], param) for key, param in olds.items()]
     refuse_parameters(named)
-    refuse_buffers(model.named_buffers())
+    refuse_buffers(model.named_buffers(), again=bool(known))
     refuse_shared_memory([*named, *model.named_buffers()])
     holders = old_handles.holders_of(list(olds.values()))
     if session is None:
