@@ -129,6 +129,24 @@ def _two_models(folder: Path) -> None:
     checkpoint.load(folder / "a", both, optimizer)
 
 
+def test_parameters_frozen_since_they_trained(tmp_path: Path) -> None:
+    """They may train again, and the optimizer remembers what they did."""
+    saved, loaded = (make("mlp", seed=seed) for seed in (0, 1))
+    trained, again = (AdamW(model.parameters(), lr=1e-2) for model in (saved, loaded))
+    never = next(saved.parameters()).requires_grad_(False)
+    for param in saved.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    trained.step()
+    for model in (saved, loaded):
+        model.requires_grad_(False)
+    checkpoint.save(tmp_path, saved, trained)
+    checkpoint.load(tmp_path, loaded, again)
+    assert not any(param.requires_grad for param in loaded.parameters())
+    for old, new in zip(saved.parameters(), loaded.parameters(), strict=True):
+        assert (new in again.state) == (old is not never)
+        torch.testing.assert_close(again.state.get(new), trained.state.get(old), rtol=0, atol=0)
+
+
 def test_an_optimizer_of_two_models(tmp_path: Path) -> None:
     run_ranks(2, _two_models, tmp_path)
 

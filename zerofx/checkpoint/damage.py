@@ -98,8 +98,7 @@ def refuse_mismatch(
     if problems:
         raise CheckpointError(
             f"{path} does not fit this model and optimizer",
-            "build them as they were when it was saved (parameters frozen since then have state "
-            "in it: freeze them after loading), or load the model alone",
+            "build them as they were when it was saved, or load the model alone",
             problems,
         )
 

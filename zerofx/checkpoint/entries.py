@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -84,7 +85,7 @@ def add_late(
     for optimizer, numbers in numbered(optimizers):
         if saved.lacks(optimizer, numbers):
             continue
-        for name in _trained(optimizer, [wanted["param_groups"][each] for each in numbers]):
+        for name in _names(wanted, numbers):
             mine = wanted["state"].get(name, {})
             late = saved.keys.get(name, set()) - keys_of(mine)
             places = {key: f"optimizer.state.{name}.{key}" for key in late}
@@ -103,7 +104,7 @@ def other_kinds(
         kind = type(optimizer).__name__
         if any(str(each) not in saved.settings for each in numbers):
             continue  # there are fewer groups, which is said elsewhere
-        names = [*_trained(optimizer, [wanted["param_groups"][each] for each in numbers])]
+        names = [*_names(wanted, numbers)]
         pairs: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for name in names:
             there, here = saved.keys.get(name, set()), keys_of(wanted["state"].get(name, {}))
@@ -137,6 +138,21 @@ def keep_dtypes(optimizer: Optimizer, part: State) -> None:
                 mine[key] = _uncast(mine[key], value, param.dtype)
 
 
+@contextlib.contextmanager
+def thawed(model: nn.Module, saved: Saved) -> Iterator[None]:
+    """Parameters that are frozen by now, and have state in a checkpoint, get state inside."""
+    named = nn.Module.named_parameters(model, remove_duplicate=False)
+    kept = [param for name, param in named if name.replace("_orig_mod.", "") in saved.keys]
+    frozen = [param for param in kept if not param.requires_grad]
+    try:
+        for param in frozen:
+            param.requires_grad_(True)
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
+
+
 def _uncast(loaded: Any, given: Any, dtype: torch.dtype) -> Any:
     """What was loaded, but where it is in a dtype that it was not given in."""
     if isinstance(loaded, Tensor) and isinstance(given, Tensor):
@@ -149,12 +165,9 @@ def _uncast(loaded: Any, given: Any, dtype: torch.dtype) -> Any:
     return loaded
 
 
-def _trained(optimizer: Optimizer, groups: Sequence[State]) -> Iterator[str]:
-    """Names of parameters that are not frozen, of which an optimizer makes no state."""
-    names = (name for group in groups for name in group["params"])
-    for param, name in zip(params_of(optimizer), names, strict=True):
-        if param.requires_grad:
-            yield name
+def _names(wanted: State, numbers: Sequence[int]) -> Iterator[str]:
+    """Names of the parameters in these groups."""
+    return (name for each in numbers for name in wanted["param_groups"][each]["params"])
 
 
 def _can_be_made(stored: Any, param: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zerofx.checkpoint.entries import add_late, keep_dtypes, saved_in
+from zerofx.checkpoint.entries import add_late, keep_dtypes, saved_in, thawed
 from zerofx.checkpoint.groups import asked, match
 from zerofx.checkpoint.ranks import Ranks
 from zerofx.checkpoint.rows import refuse_lost
@@ -82,8 +82,9 @@ def to_fill(
         with contextlib.ExitStack() as aside:
             kept = [aside.enter_context(_set_aside(each)) for each in optimizers]
             pairs = zip(optimizers, kept, strict=True)
-            wanted = _joined([_of_unstepped(model, *pair) for pair in pairs])
             saved = saved_in(metadata)
+            with thawed(model, saved):
+                wanted = _joined([_of_unstepped(model, *pair) for pair in pairs])
             out["optimizer"] = wanted
             mine = wanted["param_groups"]
             wanted["param_groups"] = [
