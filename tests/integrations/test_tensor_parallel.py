@@ -239,7 +239,7 @@ class Tied(Gpt):
 def _refused() -> None:
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (Gpt(), {"layer_specs": []}, ConfigError, "no tp_plan"),
-        (Gpt(), {"layer_specs": [{"patterns": ["nothing"]}]}, ConfigError, "no layer of Gpt"),
+        (Gpt(), {"layer_specs": [{"patterns": ["nothing"]}]}, ConfigError, "no rule fits"),
         (Gpt(), {"layer_specs": SPECS[:2], "strict_mode": True}, ConfigError, r"blocks\.0\.out"),
         (Gpt(), {"layer_specs": [{"patterns": ["words"]}]}, UnsupportedError, "Embedding"),
         (Tied(), {"layer_specs": [{"patterns": ["head"]}]}, ConfigError, "another module's"),

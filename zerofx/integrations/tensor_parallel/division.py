@@ -81,8 +81,9 @@ def plan(model: nn.Module, rules: Sequence[Rule], size: int, *, strict: bool) ->
             )
     if not any(each.cut for each in held.values()):
         raise ConfigError(
-            f"no layer of {type(model).__name__} is cut, so autotp_size means nothing",
-            "name layers in tensor_parallel.partition_config, or a preset_model that fits",
+            f"no rule fits a layer of {type(model).__name__} that ranks could share",
+            'patterns are what names of weights begin with, as in Rule(r".*up_proj", "outputs"); '
+            "in a file, tensor_parallel.partition_config has them, or a preset_model that fits",
         )
     return held
 
