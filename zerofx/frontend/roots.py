@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from zerofx.config import ZeroConfig
 from zerofx.errors import ShardingError
+from zerofx.frontend.running import compiled_methods, compiled_module, running_modules
 from zerofx.runtime.params import held_by
 from zerofx.runtime.session import Session
 from zerofx.sharding.casts import needs_cast
 from zerofx.sharding.refuse import refuse_wrappers
 from zerofx.torch_private import unwrap_compiled
 
-_CALLS = ("_call_impl", "_wrapped_call_impl")
-_CALL_FILE = nn.Module._call_impl.__code__.co_filename
 _REMEDY = (
     "shard the whole model before its first forward: "
     "import zerofx; zerofx.shard(model, zerofx.ZeroConfig(stage=…))"
@@ -43,7 +42,7 @@ def to_be_sharded(inputs: Sequence[Any]) -> list[nn.Parameter]:
     plain = [v for v in inputs if isinstance(v, nn.Parameter) and not isinstance(v, DTensor)]
     if all(param.requires_grad for param in plain):
         return plain
-    running = [module for _, module in _module_frames()]
+    running = [module for _, module in running_modules()]
     owned = {id(param) for module in running for _, param in _params(module)}
     found = [param for param in plain if param.requires_grad or id(param) in owned]
     # A frozen model alone, in a compiled function, was meant to be sharded.
@@ -63,10 +62,12 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
             running eagerly; or this forward used some of them already.
         UnsupportedError: a module on the stack is DistributedDataParallel or the like.
     """
-    frames = list(_module_frames())
+    wanted = {id(param) for param in plain}
+    frames = list(running_modules())
+    if not any(wanted <= _owned(module) for _, module in frames):
+        frames += [(frame, module) for frame, module, _ in compiled_methods()]
     modules = [module for _, module in frames]
     refuse_wrappers(modules)
-    wanted = {id(param) for param in plain}
     owners = [module for module in modules if wanted <= _owned(module)]
     if not owners:
         strange = modules and all(wanted.isdisjoint(_owned(module)) for module in modules)
@@ -77,7 +78,7 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
             [f"a parameter of shape {tuple(param.shape)}" for param in plain],
         )
     if compiled is None:
-        compiled = _compiled_module(frames)
+        compiled = compiled_module(frames)
     if compiled is not None:
         owners = _that_train(owners, compiled) or owners
     outer = owners[-1]
@@ -97,7 +98,7 @@ def find_root(plain: Sequence[nn.Parameter], compiled: nn.Module | None = None) 
 
 def find_compiled_module() -> nn.Module | None:
     """The module that `torch.compile` was given; `None` if it was given a function."""
-    return _compiled_module(list(_module_frames()))
+    return compiled_module(list(running_modules()))
 
 
 def refuse_late_casts(root: nn.Module, config: ZeroConfig) -> None:
@@ -107,24 +108,33 @@ def refuse_late_casts(root: nn.Module, config: ZeroConfig) -> None:
         ShardingError: the call that is running was entered before zerofx knew the model, with
             arguments that `param_dtype` casts, or with `output_dtype` set.
     """
-    for frame, module in _module_frames():
+    for frame, module, method in compiled_methods():
+        if module is root and method and (late := _late_casts(frame, config)):
+            raise ShardingError(
+                f"not {type(root).__name__} was compiled but its method {method}, at whose border "
+                f"nothing is cast ({late})",
+                "compile the model itself, and once: torch.compile(model, …)",
+            )
+    for frame, module in running_modules():
         if module is not root or frame.f_locals.get("self") is not root:
             continue
         if frame.f_code.co_name != "_call_impl":
             continue  # Dynamo traces the call itself anew, hooks included
-        given = frame.f_locals["args"], frame.f_locals["kwargs"]
-        dtype = config.param_dtype if config.cast_forward_inputs else None
-        late = [
-            *(["cast_forward_inputs"] if dtype is not None and needs_cast(given, dtype) else []),
-            *(["output_dtype"] if config.output_dtype is not None else []),
-        ]
-        if late:
+        if late := _late_casts(frame, config):
             raise ShardingError(
                 f"the first forward of {type(root).__name__} is running already, so that its "
-                f"border casts nothing ({', '.join(late)})",
+                f"border casts nothing ({late})",
                 "shard before the first forward, with the same options: "
                 "zerofx.shard(model, zerofx.ZeroConfig(stage=…, …))",
             )
+
+
+def _late_casts(frame: FrameType, config: ZeroConfig) -> str:
+    """The options that ask for casts at the border of the call that runs in `frame`."""
+    given = frame.f_locals["args"], frame.f_locals["kwargs"]
+    dtype = config.param_dtype if config.cast_forward_inputs else None
+    late = ["cast_forward_inputs"] if dtype is not None and needs_cast(given, dtype) else []
+    return ", ".join([*late, *(["output_dtype"] if config.output_dtype is not None else [])])
 
 
 def find_missing_roots(sessions: Iterable[Session]) -> None:
@@ -170,30 +180,7 @@ def refuse_running_wrappers() -> None:
     Raises:
         UnsupportedError: names the wrapper.
     """
-    refuse_wrappers(module for _, module in _module_frames())
-
-
-def _module_frames() -> Iterator[tuple[FrameType, nn.Module]]:
-    """Calls of modules on this thread's stack, innermost first."""
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        code = frame.f_code
-        if code.co_name in _CALLS and code.co_filename == _CALL_FILE:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module):
-                yield frame, unwrap_compiled(module)
-
-
-def _compiled_module(frames: Sequence[tuple[FrameType, nn.Module]]) -> nn.Module | None:
-    inside: nn.Module | None = None
-    by_frame = {id(frame): module for frame, module in frames}
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        if id(frame) in by_frame:
-            inside = by_frame[id(frame)]
-        if frame.f_code.co_name == "compile_wrapper":
-            if inside is not None:
-                return inside
-            return by_frame.get(id(frame.f_back))
-    return inside
+    refuse_wrappers(module for _, module in running_modules())
 
 
 def _params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
