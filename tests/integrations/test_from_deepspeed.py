@@ -196,6 +196,11 @@ def test_a_section_under_two_names_is_an_error() -> None:
     on, off = {"enabled": True}, {"enabled": False}
     with pytest.raises(ConfigError, match="bfloat16, which is an older name"):
         zerofx.from_deepspeed({**BASE, "bf16": on, "bfloat16": off})
+    older = {**BASE, "bfloat16": {"enabled": "auto"}}
+    assert zerofx.from_deepspeed(older, auto={"bfloat16.enabled": True}).scaling.enabled
+    for leave_out in (["bf16"], ["bfloat16.enabled"], "bfloat16"):
+        left = zerofx.from_deepspeed(older, leave_out=leave_out)
+        assert [row.taken for row in left.rows if row.key == "bf16.enabled"] == ["left out"]
 
 
 def test_auto_must_agree_with_the_file() -> None:

@@ -275,7 +275,7 @@ def test_weights_are_saved_in_16_bits_if_the_file_allows_it(tmp_path: Path) -> N
         assert size == 2 * sum(value.numel() for value in saved.values())
 
 
-@pytest.mark.parametrize(("op", "gradient"), [("mean", 1 / 2), ("sum", 3 / 2)])
+@pytest.mark.parametrize(("op", "gradient"), [("mean", 1 / 2), ("SUM", 3 / 2)])
 def test_gradients_are_averaged_or_summed(op: str, gradient: float) -> None:
     keys = {"gradient_allreduce_op": op, "gradient_accumulation_steps": 2}
     recipe, weight = _recipe(keys, world_size=3), nn.Parameter(torch.ones(()))

@@ -80,6 +80,8 @@ def understand(
         UnsupportedError: the file asks for what zerofx does not have.
     """
     flat = flatten(_renamed(content), KEYS)
+    auto = {_present(path): value for path, value in auto.items()}
+    leave_out = [_present(path) for path in leave_out]
     _check_known(flat, auto, leave_out)
     used = {path: value for path, value in flat.items() if not _below(path, leave_out)}
     _check_served(used)
@@ -141,12 +143,18 @@ def _taken(key: Key, value: Any) -> str:
 
 
 def _renamed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's older name of a section."""
+    """Sections by their present names."""
     if "bf16" in content and "bfloat16" in content:
         raise ConfigError(
             "the file has bf16, and bfloat16, which is an older name of the same", "keep bf16"
         )
-    return {"bf16" if name == "bfloat16" else name: value for name, value in content.items()}
+    return {_present(name): value for name, value in content.items()}
+
+
+def _present(path: str) -> str:
+    """A path without DeepSpeed's older name of a section."""
+    section, dot, key = path.partition(".")
+    return f"bf16{dot}{key}" if section == "bfloat16" else path
 
 
 def _below(path: str, names: Collection[str]) -> bool:

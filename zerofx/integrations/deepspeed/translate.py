@@ -69,6 +69,7 @@ def from_deepspeed(
     """
     refuse_unknown(options)
     content = read(source)
+    leave_out = [leave_out] if isinstance(leave_out, str) else leave_out
     refuse_other_types(content, leave_out)
     settings = understand(content, auto or {}, leave_out)
     ranks = _world_size() if world_size is None else world_size
@@ -144,10 +145,10 @@ def _world_size() -> int:
 
 
 def _sums_gradients(settings: Settings) -> bool:
-    op = settings.get("gradient_allreduce_op", "mean")
-    if op not in ("mean", "sum"):
+    op: str = settings.get("gradient_allreduce_op", "mean")
+    if op.lower() not in ("mean", "sum"):
         raise ConfigError(f"gradient_allreduce_op is {op!r}", 'use "mean" or "sum"')
-    return op == "sum"
+    return op.lower() == "sum"
 
 
 def _buckets(settings: Settings, itemsize: int) -> tuple[Change, ...]:
