@@ -136,7 +136,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unshard(
-    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, writeback: bool = True
+    what: nn.Module | Tensor | Iterable[Tensor], *, writeback: bool = True
 ) -> Iterator[dict[str, Tensor]]:
     """Full values of parameters, by name; every rank must enter and leave.
 
@@ -203,7 +203,7 @@ def drift(model: nn.Module) -> list[Drift]:
     return _session(model).codes.drift.latest()
 
 
-def _states_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> dict[str, ParamState]:
+def _states_of(what: nn.Module | Tensor | Iterable[Tensor]) -> dict[str, ParamState]:
     known = states_by_param()
     if isinstance(what, nn.Module):
         _session(what)
