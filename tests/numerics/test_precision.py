@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,12 @@ ROWS = [
 ]
 
 
+@functools.cache
+def _oracle(name: str, policy: str | None) -> list[Any]:
+    precision = None if policy is None else POLICIES[policy]
+    return run_ranks(2, train, name, "fully_shard", precision=precision)
+
+
 @pytest.mark.parametrize(("name", "policy", "loop"), ROWS)
 def test_two_ranks_agree_bitwise(name: str, policy: str, loop: Mapping[str, Any]) -> None:
     precision = POLICIES[policy]
@@ -42,17 +49,15 @@ def test_two_ranks_agree_bitwise(name: str, policy: str, loop: Mapping[str, Any]
 @pytest.mark.parametrize("policy", ["bf16", "fp16_returned_in_fp32"])
 def test_stage_0_agrees(policy: str) -> None:
     """Bitwise in all but norms, which are sums over whole gradients and not over shards."""
-    precision = POLICIES[policy]
-    want = run_ranks(2, train, "gpt", "fully_shard", precision=precision)
-    options = {"inner": "eager"}
-    got = run_ranks(2, train, "gpt", "zero0", precision=precision, options=options, timeout=220)
-    assert_same(got, want, rtol=0, keys=["losses", "params", "grads"])
+    job, options = (train, "gpt", "zero0"), {"inner": "eager"}
+    got = run_ranks(2, *job, precision=POLICIES[policy], options=options, timeout=220)
+    assert_same(got, _oracle("gpt", policy), rtol=0, keys=["losses", "params", "grads"])
 
 
 def test_small_parameters_stay_replicated_and_are_cast() -> None:
     """Whole on every rank at rest, so in another dtype than the model computes with."""
     precision = POLICIES["bf16_reduced_in_fp32"]
-    want = run_ranks(2, train, "gpt", "fully_shard", precision=precision)
+    want = _oracle("gpt", "bf16_reduced_in_fp32")
     options = {"inner": "eager", "min_shard_numel": 100}
     got = run_ranks(2, train, "gpt", "zero3", precision=precision, options=options, timeout=220)
     assert_same(got, want, rtol=0, keys=["losses", "params", "grads"])
@@ -61,17 +66,13 @@ def test_small_parameters_stay_replicated_and_are_cast() -> None:
 def test_through_inductor() -> None:
     """Kernels that Inductor fuses keep fp32 between operations, where eager rounds to bf16."""
     precision = POLICIES["bf16_reduced_in_fp32"]
-    want = run_ranks(2, train, "gpt", "fully_shard", precision=precision)
+    want = _oracle("gpt", "bf16_reduced_in_fp32")
     got = run_ranks(2, train, "gpt", "zero3", precision=precision, timeout=220)
     assert_same(got, want, rtol=2e-2)
 
 
-def test_it_is_not_full_precision() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_is_not_full_precision(policy: str) -> None:
     """What the tests above compare would differ if the policy were ignored."""
-    plain = run_ranks(2, train, "mlp", "fully_shard")
-    for policy in POLICIES:
-        options = {"inner": "eager"}
-        job = (train, "mlp", "zero3")
-        got = run_ranks(2, *job, precision=POLICIES[policy], options=options, timeout=220)
-        with pytest.raises(AssertionError):
-            assert_same(got, plain, rtol=1e-6)
+    with pytest.raises(AssertionError):
+        assert_same(_oracle("mlp", policy), _oracle("mlp", None), rtol=1e-6)
