@@ -28,13 +28,14 @@ LAYER = WIDTH * WIDTH + WIDTH
 
 
 class Adapted(nn.Module):
-    """Layers, all frozen but some of the first, and a pair of low rank that trains."""
+    """Layers, all frozen but some of the first, a pair of low rank that trains, one unread."""
 
     def __init__(self, trained: int = 0) -> None:
         super().__init__()
         self.base = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.base[trained:].requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 16, bias=False), nn.Linear(16, WIDTH, bias=False)
+        self.idle = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.base:
@@ -98,8 +99,10 @@ def test_formulas_count_what_is_trained(capsys: pytest.CaptureFixture[str]) -> N
     plan = json.loads(capsys.readouterr().out)
     main(ask)
     text = capsys.readouterr().out
-    assert (plan["num_params"], plan["num_trained_params"]) == (4 * LAYER + ADAPTED, ADAPTED)
-    assert "Ψ = 70.1 k parameters, τ = 4.10 k of them trained" in text
+    assert (plan["num_params"], plan["num_trained_params"]) == (5 * LAYER + ADAPTED, ADAPTED)
+    assert "Ψ = 86.7 k parameters, τ = 4.10 k of them trained" in text
+    assert plan["unread_params"] == ["idle.weight", "idle.bias"]
+    assert "Forward never reads idle.weight and 1 other parameter" in text
     known = {"Ψ": plan["num_params"], "τ": ADAPTED, "W": RANKS}
     for stage, found in plan["stages"].items():
         line = re.search(rf"zero{stage}  states (.*), activations .*, sent (.*)", text)
@@ -109,8 +112,8 @@ def test_formulas_count_what_is_trained(capsys: pytest.CaptureFixture[str]) -> N
         grads = 4 * ADAPTED / (RANKS if stage in "23" else 1)
         assert eval(found["states_formula"], known) == states
         assert states - grads == pytest.approx(found["params"] + found["optimizer"], rel=0.01)
-        # Backward does not gather what it does not read.
-        least = eval(line[2], known) - (4 * 4 * LAYER / RANKS if stage == "3" else 0)
+        # Backward does not gather what it does not read, and nothing gathers what nobody reads.
+        least = eval(line[2], known) - (6 * 4 * LAYER / RANKS if stage == "3" else 0)
         assert found["sent_bytes"] == pytest.approx(least, rel=0.06)
 
 

@@ -30,9 +30,10 @@ from zerofx.cost.machine import machine_of
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.joint import dynamo_graph
+from zerofx.frontend.layouts import describe_params
 from zerofx.frontend.planner import Planner
 from zerofx.frontend.rehearsal import rehearse_graph, rehearse_model
-from zerofx.frontend.stacks import shorten, stack_depth
+from zerofx.frontend.stacks import as_read, shorten, stack_depth
 from zerofx.ir.facts import facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
@@ -163,6 +164,11 @@ def test_stacks_of_equal_blocks_are_found() -> None:
         assert stack_depth(numbered) == 8
         strided = nn.ModuleList(nn.Conv2d(1, 1, 3, stride=1 + n % 2) for n in range(8))
         assert stack_depth(nn.Sequential(strided)) == 0
+        idle = [f"blocks.{number}.norm1.weight" for number in range(8)]
+        few = [spec.name for spec in describe_params(Gpt(depth=3)) if spec.name not in idle]
+        params, unread = as_read(describe_params(Gpt(depth=8)), few, shortened=True)
+        assert unread == tuple(idle)
+        assert [spec.name for spec in params if not spec.trainable] == idle
 
 
 class _Counts(nn.Module):

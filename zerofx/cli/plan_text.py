@@ -56,6 +56,7 @@ def as_data(plan: Plan, asked: Question) -> dict[str, Any]:
         "target": asked.target,
         "num_params": plan.num_params,
         "num_trained_params": plan.num_trained,
+        "unread_params": list(plan.unread),
         "world_size": asked.num_ranks,
         "batch": asked.batch,
         "length": asked.length,
@@ -85,6 +86,10 @@ def as_text(plan: Plan, asked: Question) -> tuple[RenderableType, ...]:
     if _several_nodes(plan):
         notes.append("Across is what leaves a rank's node, if messages take two hops.")
     notes += [text] if (text := wire_text(plan.stages)) else []
+    if plan.unread:
+        first, more = plan.unread[0], len(plan.unread) - 1
+        named = f"{first} and {counted(more, 'other parameter')}" if more else first
+        notes.append(f"Forward never reads {named}: without gradients and optimizer state.")
     if plan.traced:
         few, more = plan.traced
         notes.append(

@@ -27,7 +27,7 @@ from zerofx.frontend.constructors import cast_params, construct
 from zerofx.frontend.layouts import buffer_bytes, describe_params, lay_out
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.resident import rest_of, update_seconds
-from zerofx.frontend.stacks import shorten, stack_depth
+from zerofx.frontend.stacks import as_read, shorten, stack_depth
 from zerofx.frontend.traffic import Traffic, total_of
 from zerofx.frontend.views import Programs, Times, View, grow, look
 from zerofx.frontend.weigh import CODING, Weighing, otherwise, pays, with_seconds
@@ -74,7 +74,8 @@ class Plan:
 
     Attributes:
         num_params: Ψ.
-        num_trained: those that are not frozen.
+        num_trained: those that are read, and not frozen.
+        unread: names of parameters that forward does not read: they have no gradients.
         depth: blocks in the model's stack, if it was extrapolated; else 0.
         traced: depths that were traced, if so.
         stages: the plans, by stage.
@@ -83,6 +84,7 @@ class Plan:
 
     num_params: int
     num_trained: int
+    unread: tuple[str, ...]
     depth: int
     traced: tuple[int, ...]
     stages: Mapping[int, StagePlan]
@@ -140,13 +142,14 @@ class Planner:
             blocks = None  # its blocks are not alike after all, or its forward counts them
             weighed.clear()
             views = self._views(params, stages, None, weighed)
+        params, idle = as_read(params, views[stages[0]].read, shortened=blocks is not None)
         plans = {
             stage: self._stage_plan(stage, views[stage], params, buffers, weighed[stage])
             for stage in stages
         }
         numel, trained = sum(s.numel for s in params), sum(s.numel for s in params if s.trainable)
         precision, traced = precision_of(params, self.precision), blocks[:2] if blocks else ()
-        return Plan(numel, trained, depth if blocks else 0, traced, plans, precision)
+        return Plan(numel, trained, idle, depth if blocks else 0, traced, plans, precision)
 
     def closed_forms(self, stages: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Any]:
         """Peak memory of each stage in batch size and length (`zerofx.cost.surface`).
@@ -171,8 +174,7 @@ class Planner:
         Gathers run ahead, and reductions behind, by about the largest parameter or bucket.
         """
         sizes = [spec.full_bytes for spec in params]
-        numbered = [re.search(r"\d+", spec.name) is not None for spec in params]
-        block = sum(size for size, inside in zip(sizes, numbered, strict=True) if inside) // depth
+        block = sum(s.full_bytes for s in params if re.search(r"\d", s.name)) // depth
         return 3 + math.ceil(2 * max(*sizes, self.machine.most_bucket_bytes) / max(1, block))
 
     def _model(self, depth: int) -> nn.Module:
@@ -225,17 +227,16 @@ class Planner:
             inputs = functools.partial(self.inputs, size, self.length)
             rehearsals.append(rehearse_model(model, inputs, config.inner, config.param_dtype))
         views: dict[int, View] = {}
-        machine = self.machine
         for stage, chosen in configs.items():
             self.say(f"running the passes of stage {stage} on {where}")
             if stage not in weighed:
-                weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, machine)
-            made = functools.partial(_programs, rehearsals, chosen, self.num_ranks, machine)
+                weighed[stage] = rehearsals[0].weighed(chosen, self.num_ranks, self.machine)
+            made = functools.partial(_programs, rehearsals, chosen, self.num_ranks, self.machine)
             views[stage] = look(
                 made(weighed[stage]),
                 batches,
                 self.batch,
-                machine,
+                self.machine,
                 fused=config.inner == "inductor",
                 otherwise={name: made(w) for name, w in otherwise(weighed[stage]).items()},
             )

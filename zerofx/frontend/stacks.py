@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import nn
+
+from zerofx.ir.spec import ParamSpec
 
 _LEAST = 6
 """A stack of fewer blocks is traced as it is."""
@@ -20,6 +24,31 @@ def shorten(model: nn.Module, depth: int) -> None:
     """Keep the first `depth` blocks of each stack, in place."""
     for stack in _stacks(model):
         del stack[depth:]
+
+
+def as_read(
+    params: Sequence[ParamSpec], read: Iterable[str], *, shortened: bool
+) -> tuple[list[ParamSpec], tuple[str, ...]]:
+    """Parameters as a step trains them, and the names of those that forward does not read.
+
+    These have neither gradients nor optimizer state, as frozen ones.
+
+    Args:
+        params: of the model.
+        read: names of those that are read where it was traced.
+        shortened: that had the first blocks only; the others read what these do.
+    """
+
+    def place(name: str) -> str:
+        parts = name.split(".")
+        return ".".join("#" if shortened and part.isdigit() else part for part in parts)
+
+    known = set(map(place, read))
+    idle = tuple(spec.name for spec in params if place(spec.name) not in known)
+    return [
+        dataclasses.replace(spec, trainable=spec.trainable and spec.name not in idle)
+        for spec in params
+    ], idle
 
 
 def _stacks(model: nn.Module) -> list[nn.ModuleList]:

@@ -74,6 +74,7 @@ class View:
         times: at the batch size that was asked for.
         traffic: what a rank sends per step.
         otherwise: `times` if codes of one kind travelled where they do not, or the other way round.
+        read: names of the parameters that forward reads.
     """
 
     forward: Line
@@ -82,6 +83,7 @@ class View:
     times: Times
     traffic: Traffic
     otherwise: Mapping[str, Times]
+    read: frozenset[str]
 
 
 def look(
@@ -124,6 +126,7 @@ def look(
         timed(programs),
         traffic(programs[0]),
         {name: timed(both) for name, both in otherwise.items()},
+        frozenset(programs[0][0].params),
     )
 
 
@@ -192,6 +195,7 @@ def grow(few: View, more: View, blocks: tuple[int, int, int], stage: int) -> Vie
             name: times.towards(more.otherwise[name], factor)
             for name, times in few.otherwise.items()
         },
+        more.read,
     )
 
 
