@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.codegen.cases import CASES, SHAPES
 from tests.passes.golden import FOLDER
@@ -15,6 +16,7 @@ from zerofx.codegen.build import write_source
 from zerofx.codegen.emit import emit, kernel_name
 from zerofx.codegen.tiles import tiling_of
 from zerofx.ir.kernels import Pack
+from zerofx.ir.parcels import Codec, Member, Parcels
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,6 +41,15 @@ def test_source_is_fit_to_be_read(name: str) -> None:
     tree = ast.parse(text)
     assert ast.get_docstring(tree)
     assert kernel_name(spec) in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+
+
+def test_tensors_may_be_called_anything() -> None:
+    """Names of modules are any text without a point."""
+    odd = ('a"""b', "tail\\", "x\nimport os", "a\\u.weight", "a\rb", "\ud800")
+    for members in ((name, "b") for name in odd):
+        tensors = tuple(Member(name, 64, 64, torch.float32) for name in members)
+        text = emit(Pack(Parcels(tensors, Codec(), 1)))
+        assert len(ast.parse(text.encode()).body) == 5
 
 
 def test_equal_specs_share_a_file_and_others_do_not(tmp_path: Path) -> None:

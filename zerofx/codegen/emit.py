@@ -13,7 +13,7 @@ from zerofx.codegen import arithmetic, words
 from zerofx.codegen.arithmetic import Lines, names_of
 from zerofx.codegen.blocks import TINY
 from zerofx.codegen.expressions import Expr, Scope, code, shifted
-from zerofx.codegen.header import header
+from zerofx.codegen.header import header, shown
 from zerofx.codegen.operands import takes_seed
 from zerofx.codegen.sections import (
     Section,
@@ -207,7 +207,7 @@ class _Emitter:
         """What `write` makes for each tensor, behind the test for its tiles."""
         stretches, lines = self.tiling.stretches, list[str]()
         for number, stretch in enumerate(stretches):
-            comment = f"# {stretch.member.name}"
+            comment = f"# {shown(stretch.member.name)}"
             if len(stretches) == 1:
                 return [comment, *write(stretch)]
             end = stretch.first_tile + stretch.num_tiles

@@ -68,7 +68,7 @@ def _table(tiling: Tiling) -> Lines:
         blocks = _range(each.first_block, each.num_blocks)
         tiles = _range(each.first_tile, each.num_tiles)
         kind, numel = _dtype(member.dtype), str(member.numel)
-        rows.append((each.name, member.name, kind, numel, str(member.chunk), blocks, tiles))
+        rows.append((each.name, shown(member.name), kind, numel, str(member.chunk), blocks, tiles))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -82,3 +82,8 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _range(first: int, count: int) -> str:
     return str(first) if count == 1 else f"{first}–{first + count - 1}"
+
+
+def shown(name: str) -> str:
+    """A tensor's name as comments and docstrings can hold it: modules may be called anything."""
+    return repr(name)[1:-1].replace('"', "'")
