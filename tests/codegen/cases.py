@@ -48,7 +48,7 @@ SHAPES: dict[str, KernelSpec] = {
     "pack_fp16": Pack(_parcels(Codec(), dataclasses.replace(_WEIGHT, dtype=torch.float16))),
     "pack_past_32_bits": Pack(_parcels(Codec(), Member("w", 1 << 30, 1 << 28, torch.float32))),
     "pack_many": Pack(
-        _parcels(Codec(), *(Member(f"w{n}", 512, 128, torch.float32) for n in range(40)))
+        _parcels(Codec(), *(Member(f"w{n}", 512, 128, torch.float32) for n in range(120)))
     ),
     "pack_feedback_asymmetric": Pack(
         _parcels(dataclasses.replace(_RANDOM, feedback=True), *_BLOCK, _ODD)

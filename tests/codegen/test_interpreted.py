@@ -20,10 +20,11 @@ from tests.codegen.strategies import (
     values_for,
     wires_for,
 )
+from zerofx.codegen.many import merged
 from zerofx.codegen.reference import Reference
 from zerofx.codegen.tiles import tiling_of
 from zerofx.ir.kernels import KernelSpec, Pack, Repack, Unpack
-from zerofx.ir.parcels import Codec, Parcels
+from zerofx.ir.parcels import Codec, Member, Parcels
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'zerofx[triton]'")
 
@@ -67,6 +68,23 @@ def test_unpack(
     ):
         assert torch.equal(got.isnan(), want.isnan())
         assert torch.equal(bits(got), bits(want))
+
+
+def test_buckets_of_many_tensors(triton: Interpreter) -> None:
+    """These are chosen by numbers; some have no elements, or fewer than their chunks."""
+    sizes = [(n * 97 % 331, n * 41 % 3) for n in range(30)]
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        members = tuple(
+            Member(name, max(0, 4 * chunk - less), chunk, dtype) for chunk, less in sizes
+        )
+        parcels = Parcels(members, Codec("int4", 32, symmetric=False), 4, 2)
+        assert len(merged(tiling_of(Pack(parcels)).stretches)) == 1
+        tensors = [values_for((m.numel,), m.dtype, 7) for m in members]
+        wire = triton.run(Pack(parcels), tensors, poisoned(Pack(parcels), 85))
+        assert torch.equal(wire[0], reference(Pack(parcels), tensors)[0])
+        found = triton.run(Unpack(parcels), [wire[0][None]], poisoned(Unpack(parcels), 85))
+        for got, want in zip(found, reference(Unpack(parcels), [wire[0][None]]), strict=True):
+            assert torch.equal(bits(got), bits(want))
 
 
 @QUICK

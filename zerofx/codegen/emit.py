@@ -14,6 +14,7 @@ from zerofx.codegen.arithmetic import Lines, names_of
 from zerofx.codegen.blocks import TINY
 from zerofx.codegen.expressions import Expr, Scope, code, shifted
 from zerofx.codegen.header import header, shown
+from zerofx.codegen.many import merged, selected
 from zerofx.codegen.operands import takes_seed
 from zerofx.codegen.sections import (
     Section,
@@ -55,6 +56,7 @@ class _Emitter:
         self.spec = spec
         self.fp8 = fp8 and "fp8" in (codec.code for codec in codecs_of(spec))
         self.tiling: Tiling = tiling_of(spec)
+        self.stretches = merged(self.tiling.stretches)
         self.codec, self.out = codecs_of(spec)
         self.feedback = bool(errors_of(spec))
         self.parts = names_of(self.tiling.num_parts)
@@ -125,6 +127,8 @@ class _Emitter:
             lines += [f"chunk = {code(s.div(s['program'], t.num_tiles))}"]
         if t.num_tiles > 1:
             lines += [f"tile = {code(s.mod(s['program'], t.num_tiles))}"]
+        if self.stretches != t.stretches:
+            lines += selected(t.stretches)
         lines += [f"rows = tl.arange(0, {t.rows})[:, None]"]
         return [*lines, f"columns = tl.arange(0, {self.width})[None, :]"]
 
@@ -143,7 +147,7 @@ class _Emitter:
 
     def _read(self) -> Lines:
         """Blocks of the parcel, or their mean."""
-        if self.tiling.stretches:
+        if self.stretches:
             lines = self._choose(self._block_of)
         else:
             lines = [f"block = {code(self._row())}", f"used = block < {self.tiling.num_blocks}"]
@@ -205,7 +209,7 @@ class _Emitter:
 
     def _choose(self, write: Callable[[Stretch], Lines]) -> Lines:
         """What `write` makes for each tensor, behind the test for its tiles."""
-        stretches, lines = self.tiling.stretches, list[str]()
+        stretches, lines = self.stretches, list[str]()
         for number, stretch in enumerate(stretches):
             comment = f"# {shown(stretch.member.name)}"
             if len(stretches) == 1:
@@ -232,11 +236,13 @@ class _Emitter:
         start = shifted(stretch.name, self.scope["chunk"] * member.chunk)
         place = f"place_{stretch.name}"
         lines = [f"inside = {code(inside)}", f"{place} = {start} + inside"]
-        if member.numel < member.chunk * self.tiling.num_parcels:
+        each = self.tiling.stretches if len(self.stretches) == 1 else (stretch,)
+        if any(one.member.numel < one.member.chunk * self.tiling.num_parcels for one in each):
             left = code(member.numel - self.scope["chunk"] * member.chunk)
             return [*lines, f"limit = tl.minimum({left}, {member.chunk})"], place, "limit"
-        covered = stretch.num_tiles * self.tiling.rows * block
-        return lines, place, "" if covered == member.chunk else str(member.chunk)
+        tile = self.tiling.rows * block
+        is_covered = all(one.num_tiles * tile == one.member.chunk for one in each)
+        return lines, place, "" if is_covered else str(member.chunk)
 
     def _parcel(self, wire: str, size: int) -> str:
         """The parcel of this chunk."""
