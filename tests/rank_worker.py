@@ -135,11 +135,22 @@ def spare_what_nobody_reads() -> None:
     """Let a compilation do without what only logs show: a tenth of a second of a processor.
 
     Dynamo times the guards of each frame, with caches that it empties first; AOTAutograd prints
-    its graphs, and makes states for a kind of random numbers that nobody asks for.
+    its graphs, and makes states for a kind of random numbers that nobody asks for. Each compilation
+    notes down all settings of torch. And a process group that begins makes Dynamo look up all names
+    of torch again, for processes that compiled before they had imported it whole.
     """
     from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+    from torch._dynamo import trace_rules, utils
     from torch._functorch._aot_autograd import graph_compile
 
+    trace_rules.clear_lru_cache = lambda: None
+    for settings in (
+        "_get_dynamo_config_for_logging",
+        "_scrubbed_inductor_config_for_logging",
+        "_compiler_config_for_logging",
+        "_functorch_config_for_logging",
+    ):
+        setattr(utils, settings, lambda: None)
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     graph_compile._log_joint_graph = lambda *_: None
     graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
