@@ -15,6 +15,7 @@ from zerofx.errors import UnsupportedError
 from zerofx.frontend.segments import Segment
 from zerofx.torch_private import (
     compile_with_inductor,
+    graph_module,
     in_turns,
     inductor_options_of_mode,
     records_cuda_graphs,
@@ -61,7 +62,7 @@ class SegmentCompiler:
 
     def _inductor(self, segment: Segment, is_backward: bool) -> Boxed:
         # Outputs cross to nodes that were traced with these strides.
-        module = fx.GraphModule(segment.owner, segment.graph)
+        module = graph_module(segment.owner, segment.graph)
         output = module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # pyright: ignore
         values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]

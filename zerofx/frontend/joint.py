@@ -18,6 +18,7 @@ from zerofx.torch_private import (
     concrete_copy,
     fake_mode,
     graph_breaks,
+    graph_module,
     logging_left_out,
     trace_apart,
     where_dynamo_stopped,
@@ -65,7 +66,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     values: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, values)
     graph.output(result).meta = dict(module.graph.output_node().meta)
-    made = fx.GraphModule(module, graph)
+    made = graph_module(module, graph)
     made.meta = dict(module.meta)  # the policy of a selective checkpoint, for one
     return made
 

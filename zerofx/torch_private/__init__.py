@@ -87,6 +87,7 @@ from zerofx.torch_private.handlers import added_up, has_parts, torchs_way, witho
 from zerofx.torch_private.joint import (
     as_traced,
     dynamo_input_of,
+    graph_module,
     inputs_written,
     is_tangent,
     min_cut,
@@ -192,6 +193,7 @@ __all__ = [
     "generator_key",
     "gpus_of_a_node",
     "graph_breaks",
+    "graph_module",
     "guard_shape",
     "has_parts",
     "has_unknown_size",

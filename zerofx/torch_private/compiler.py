@@ -30,6 +30,7 @@ from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 
@@ -130,7 +131,7 @@ def trace_apart(
         partition_fn=partition,
         decompositions=_decompositions() if inductor else None,
     )
-    with tracing(TracingContext(mode)), mode:
+    with tracing(TracingContext(mode)), mode, _use_lazy_graph_module(True):
         compiler(module, fakes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     ForwardTokenAOTInput,
     InputMutationAOTOutput,
@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerofx.torch_private.tensors import fake_mode_of
@@ -68,6 +69,11 @@ def inputs_written(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in inputs if node in copied or node.meta.get("desc") in after]
 
 
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Of a graph that is read or edited: its Python is written if somebody calls the module."""
+    return _LazyGraphModule(root, graph)
+
+
 def min_cut(
     joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, options: dict[str, Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -79,7 +85,11 @@ def min_cut(
 
 @contextlib.contextmanager
 def as_traced(graph: fx.Graph) -> Iterator[None]:
-    """The fake mode in which a graph was traced is on again, whatever is being compiled around."""
+    """The fake mode in which a graph was traced is on again, whatever is being compiled around.
+
+    Nobody calls the modules that are made meanwhile, so their Python need not be written.
+    """
     mode = fake_mode_of(node.meta.get("val") for node in graph.nodes)
-    with tracing(TracingContext(mode)), mode or contextlib.nullcontext():
+    context = tracing(TracingContext(mode))
+    with context, mode or contextlib.nullcontext(), _use_lazy_graph_module(True):
         yield
