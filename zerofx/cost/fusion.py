@@ -49,31 +49,22 @@ def values_inside_kernels(graph: fx.Graph) -> set[fx.Node]:
         number += node.op == "call_function" and node.target in PROGRAM_OPS
         segment[node] = number
     inside: set[fx.Node] = set()
-    fused: dict[fx.Node, bool] = {}
+    joins: dict[fx.Node, bool] = {}  # whether kernels that compute what it reads compute it, too
     for node in reversed(list(graph.nodes)):
-        # Whether all that is computed from it belongs to the kernels of its own segment.
-        fused[node] = all(
-            segment[user] == segment[node] and (fused[user] if _is_view(user) else _fuses(user))
-            for user in node.users
-        )
-        if fused[node] and node.users and _is_pointwise(node):
+        fused = all(segment[user] == segment[node] and joins[user] for user in node.users)
+        is_view = bool(aliased_inputs(node))
+        is_pointwise = not is_view and _is_pointwise(node)
+        joins[node] = fused if is_view else is_pointwise or _name(node) in _REDUCTIONS
+        if fused and node.users and is_pointwise:
             inside.add(node)
     return inside
-
-
-def _fuses(user: fx.Node) -> bool:
-    return _is_pointwise(user) or _name(user) in _REDUCTIONS
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     tags = getattr(node.target, "tags", ())
-    return not _is_view(node) and (torch.Tag.pointwise in tags or _name(node) in _POINTWISE)
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.op == "call_function" and bool(aliased_inputs(node))
+    return torch.Tag.pointwise in tags or _name(node) in _POINTWISE
 
 
 def _name(node: fx.Node) -> str:
