@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,12 +19,14 @@ from tests.passes.cases import chain
 from tests.passes.models import close, compile_all, data_for, expected, layout_for, step
 from tests.program_builder import Model, Read, layout_of, specs_of
 from zerofx.config import ZeroConfig
+from zerofx.errors import VerificationError
 from zerofx.ir import ops
+from zerofx.ir.edit import Editor
 from zerofx.ir.facts import Role, facts, set_facts
 from zerofx.ir.program import Program
 from zerofx.ir.spec import Region
 from zerofx.ir.verify import peak_full_bytes
-from zerofx.passes.base import run_passes
+from zerofx.passes.base import Pass, run_passes
 from zerofx.passes.fuse_reduces import FuseReduces
 from zerofx.passes.keep_unsharded import KeepUnsharded
 from zerofx.passes.pipelines import pipeline
@@ -109,6 +112,31 @@ def test_budget_bounds_what_is_gathered_ahead() -> None:
     ]
     assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
     assert all(peak <= budget for peak, budget in zip(peaks[1:4], (600, 1200, 1700), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherAtOnce(Pass):
+    """Starts every gather at the beginning."""
+
+    name: ClassVar[str] = "gather_at_once"
+    regions: ClassVar[frozenset[Region]] = frozenset((Region.FORWARD,))
+
+    def plan(self, program: Program) -> Any:
+        return tuple(program.calls(ops.UNSHARD_START))
+
+    def apply(self, edit: Editor, plan: Any) -> None:
+        for start in reversed(plan[1:]):
+            edit.move_after(start, plan[0])
+
+
+def test_later_passes_keep_the_budget_of_the_schedule() -> None:
+    ahead = zerofx.after("schedule", GatherAtOnce())
+    with pytest.raises(VerificationError, match="over 1200") as caught:
+        compiled(bucket_bytes=600, prefetch_bytes=1200, passes=(ahead,))
+    assert caught.value.rule == "within_budget"
+    assert "after pass gather_at_once" in str(caught.value)
+    assert "prefetch_bytes" in caught.value.remedy
+    compiled(bucket_bytes=600, prefetch_bytes=1 << 20, passes=(ahead,))  # the remedy
 
 
 def test_without_prefetch_every_wait_follows_its_start() -> None:

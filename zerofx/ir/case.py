@@ -40,7 +40,6 @@ class Case:
         done: names of the passes that ran on it.
         final: no pass follows.
         budget_bytes: most bytes of full values that may be live at once.
-        order: the collectives that must be issued, in order.
         meanings: what the program meant before the last pass.
         border: what the program was given and gave before the last pass.
     """
@@ -49,7 +48,6 @@ class Case:
     done: frozenset[str] = frozenset()
     final: bool = False
     budget_bytes: int | None = None
-    order: Sequence[str] | None = None
     meanings: Meanings | None = None
     border: Border | None = None
 
@@ -155,12 +153,6 @@ class Case:
                 if len(params) == 1:
                     out[node] = params.pop()
         return out
-
-    @functools.cached_property
-    def collectives(self) -> tuple[str, ...]:
-        """What is started, in order: `unshard w`, `reduce v, w`."""
-        kinds: dict[Any, str] = {ops.UNSHARD_START: "unshard", ops.REDUCE_START: "reduce"}
-        return tuple(f"{kinds[n.target]} {', '.join(facts(n).members)}" for n in self.calls(*kinds))
 
     @functools.cached_property
     def saved(self) -> list[fx.Node]:

@@ -88,21 +88,6 @@ def waits_in_order(case: Case) -> Iterator[Offence]:
             last = max(last, started)
 
 
-def stated_order(case: Case) -> Iterator[Offence]:
-    """All ranks issue the same collectives in the stated order."""
-    if case.order is None:
-        return
-    here, stated = case.collectives, tuple(case.order)
-    for place in range(max(len(here), len(stated))):
-        mine = here[place] if place < len(here) else "nothing"
-        wanted = stated[place] if place < len(stated) else "nothing"
-        if mine != wanted:
-            starts = case.calls(*ops.STARTS)
-            node = starts[place] if place < len(starts) else case.program.output
-            yield Offence(node, f"collective {place} is {mine}, where the plan says {wanted}")
-            return
-
-
 def own_shard(case: Case) -> Iterator[Offence]:
     """A collective moves the shard of the parameter that it concerns."""
     for op, place in _SHARD_ARGUMENT.items():
@@ -226,7 +211,6 @@ RULES: tuple[Rule, ...] = (
     Rule("read_in_order", read_in_order, "move the node behind what it reads"),
     Rule("one_wait", one_wait, "insert one wait per start, and let all readers read the wait"),
     Rule("waits_in_order", waits_in_order, "wait in the order of the starts"),
-    Rule("stated_order", stated_order, "start collectives in the order of the plan"),
     Rule("own_shard", own_shard, "pass the shard of the same parameter"),
     Rule("own_layout", own_layout, "pass the layout of the same parameter"),
     Rule("own_dtype", own_dtype, "pass the dtype on when a collective is rebuilt"),
@@ -249,7 +233,7 @@ RULES: tuple[Rule, ...] = (
     Rule("buffers_follow", buffers_follow, _ENABLE),
     Rule("same_border", same_border, "leave inputs alone; change what is saved before the cut"),
     Rule("same_values", same_values, "set replaces = True if the pass is to compute otherwise"),
-    Rule("within_budget", within_budget, "start gathers later, or raise the budget"),
+    Rule("within_budget", within_budget, "start gathers later, or raise option prefetch_bytes"),
 )
 """Every rule, in the order in which they are checked."""
 

@@ -20,7 +20,6 @@ def verify(
     *,
     final: bool = False,
     budget_bytes: int | None = None,
-    order: Sequence[str] | None = None,
     meanings: Meanings | None = None,
     border: Border | None = None,
 ) -> None:
@@ -31,23 +30,17 @@ def verify(
         done: names of the passes that ran on it.
         final: no pass follows.
         budget_bytes: most bytes of full values that may be live at once.
-        order: what `collective_order` must return.
         meanings: what the program meant before its last pass, and must mean still; renewed.
         border: what its callers gave and took before its last pass.
 
     Raises:
         VerificationError: names the rule, and of each offence parameter, module, node and pass.
     """
-    case = Case(program, frozenset(done), final, budget_bytes, order, meanings, border)
+    case = Case(program, frozenset(done), final, budget_bytes, meanings, border)
     for rule in RULES:
         offences = list(rule.check(case))
         if offences:
             raise _error(rule, offences, program, done)
-
-
-def collective_order(program: Program) -> tuple[str, ...]:
-    """The collectives of a program in the order in which ranks issue them."""
-    return Case(program).collectives
 
 
 def peak_full_bytes(program: Program) -> int:

@@ -55,6 +55,10 @@ class Pass(abc.ABC):
     def apply(self, edit: Editor, plan: Any) -> None:
         """Carry the plan out."""
 
+    def budget_of(self, plan: Any) -> int | None:
+        """Most bytes of gathered values at once, a bound for all later passes; `None`: none."""
+        return None
+
 
 def run_passes(
     program: Program,
@@ -78,6 +82,7 @@ def run_passes(
     done: list[str] = []
     meanings = Meanings(program) if check else None
     border = Border.of(program) if check else None
+    budget: int | None = None
     for each in passes:
         if program.region not in each.regions:
             continue
@@ -93,8 +98,10 @@ def run_passes(
             observer(program, each.name, plan)  # who is refused next can be read, too
         if meanings is None:
             continue
+        stated, same = each.budget_of(plan), None if each.replaces else meanings
+        budget = budget if stated is None else stated
         try:
-            verify(program, done, meanings=None if each.replaces else meanings, border=border)
+            verify(program, done, budget_bytes=budget, meanings=same, border=border)
             meanings = Meanings(program) if each.replaces else meanings
             border = Border.of(program)
         except VerificationError:
@@ -102,7 +109,7 @@ def run_passes(
         except Exception as error:  # the graph is none any more
             raise _failure(each, program, done[:-1], error) from error
     if check:
-        verify(program, done, final=True)
+        verify(program, done, final=True, budget_bytes=budget)
 
 
 def _failure(each: Pass, program: Program, done: Sequence[str], error: Exception) -> PassError:

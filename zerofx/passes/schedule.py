@@ -92,6 +92,10 @@ class Schedule(Pass):
         walk = _Walk(program, self.prefetch_bytes)
         return SchedulePlan(tuple(walk.cuts()), walk.budget, tuple(walk.reasons))
 
+    def budget_of(self, plan: SchedulePlan) -> int:
+        """That of `prefetch_bytes`, or what the program takes in any case."""
+        return plan.budget_bytes
+
     def apply(self, edit: Editor, plan: SchedulePlan) -> None:
         """Move the nodes; views follow what they view, and those of gradients go to the end."""
         for cut in plan.cuts:
