@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from zerofx.runtime.params import params_of
+from zerofx.sharding.weights import plain_name
 
 State = dict[str, Any]
 
@@ -142,7 +143,7 @@ def keep_dtypes(optimizer: Optimizer, part: State) -> None:
 def thawed(model: nn.Module, saved: Saved) -> Iterator[None]:
     """Parameters that are frozen by now, and have state in a checkpoint, get state inside."""
     named = nn.Module.named_parameters(model, remove_duplicate=False)
-    kept = [param for name, param in named if name.replace("_orig_mod.", "") in saved.keys]
+    kept = [param for name, param in named if plain_name(name) in saved.keys]
     frozen = [param for param in kept if not param.requires_grad]
     try:
         for param in frozen:
