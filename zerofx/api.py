@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, ShardingError, UnsupportedError
+from zerofx.frontend.first_forward import shard_for
 from zerofx.frontend.step_guard import trust
 from zerofx.option_checks import refuse_at_stage
-from zerofx.passes.fingerprint import fingerprint
-from zerofx.passes.pipelines import pipeline
 from zerofx.passes.registry import with_registered
 from zerofx.runtime.drift import Drift
 from zerofx.runtime.handles import note_call, states_by_param
@@ -26,7 +25,7 @@ from zerofx.runtime.owner_optimizer import OwnerOptimizer
 from zerofx.runtime.params import ParamState
 from zerofx.runtime.session import Session
 from zerofx.sharding.materialise import meta_init
-from zerofx.sharding.shard import MakeValues, no_sync_once_sharded, session_of, shard_model
+from zerofx.sharding.shard import MakeValues, no_sync_once_sharded, session_of
 from zerofx.sharding.weights import Weights
 from zerofx.sharding.write_back import Before, write_back
 from zerofx.torch_private import leave_to_python, unwrap_compiled
@@ -236,7 +235,7 @@ def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Se
         raise ConfigError(f"{config!r} is no configuration", "pass zerofx.ZeroConfig(stage=3, …)")
     config = with_registered(config or ZeroConfig())
     refuse_at_stage(config)
-    return shard_model(model, config, fingerprint(pipeline(config)), **how)
+    return shard_for(config, model, **how)
 
 
 def _session(model: nn.Module) -> Session:

@@ -15,6 +15,7 @@ from tests.logs import heard
 from tests.quantized.test_values import Weights, grads_of
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
+from zerofx.frontend.layouts import warn_of_idle_patterns
 from zerofx.frontend.planner import at_stage
 from zerofx.ir.error_bands import expected_error
 
@@ -76,16 +77,28 @@ def test_outliers_are_found_and_gaussian_numbers_are_not() -> None:
         assert unshard.name in found["warned"][0]
 
 
-def _large() -> list[float]:
+def _large() -> tuple[list[float], list[str]]:
     model = Weights()
-    run = torch.compile(model, backend="zero3", options=OPTIONS)
-    run([1e20 * grad for grad in grads_of(dist.get_rank())])[0].backward()
-    return [each.error / each.expected for each in zerofx.drift(model)]
+    options = {**OPTIONS, "quantize_exact": ("wieghts.*", "*embed*")}
+    run = torch.compile(model, backend="zero3", options=options)
+    with heard("zerofx.frontend.layouts") as said:
+        run([1e20 * grad for grad in grads_of(dist.get_rank())])[0].backward()
+    return [each.error / each.expected for each in zerofx.drift(model)], said
 
 
 def test_squares_of_large_numbers_do_not_overflow() -> None:
-    for found in run_ranks(4, _large, timeout=120):
+    for rank, (found, said) in enumerate(run_ranks(4, _large, timeout=120)):
         assert len(found) == 3 and all(2 / 3 < error < 4 / 3 for error in found)
+        assert len(said) == (rank == 0) and all("'wieghts.*'" in each for each in said)
+
+
+def test_patterns_that_fit_nothing_are_named() -> None:
+    """But for those by default, and those that fit a name, or a class, of any case."""
+    patterns = ("*Embed*", "*_emb*", "*norm*", "WEIGHTS.1", "parameterlist", "weights", "Head")
+    with heard("zerofx.frontend.layouts") as said:
+        for codes in ({}, {"quantize_weights": "int8"}):
+            warn_of_idle_patterns(Weights(), zerofx.ZeroConfig(quantize_exact=patterns, **codes))
+    assert [each.split("'")[1] for each in said] == ["*Embed*", "weights", "Head"]
 
 
 @pytest.mark.parametrize("stage", range(4))

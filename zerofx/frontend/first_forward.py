@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zerofx.config import Stage, ZeroConfig, config_from_options
 from zerofx.errors import ShardingError, ZeroFxError
 from zerofx.frontend.inner import patches_of_mode
+from zerofx.frontend.layouts import warn_of_idle_patterns
 from zerofx.frontend.roots import (
     find_compiled_module,
     find_missing_roots,
@@ -32,7 +34,7 @@ from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.session import Session
 from zerofx.sharding.assignments import follow_model
 from zerofx.sharding.refuse import refuse_meta
-from zerofx.sharding.shard import session_of, shard_model
+from zerofx.sharding.shard import MakeValues, session_of, shard_model
 from zerofx.torch_private import (
     before_forwards,
     inside_transform,
@@ -145,4 +147,12 @@ def shard_root(root: nn.Module, config: ZeroConfig) -> None:
     known = session.root() if session is not None else None
     if session is None or (known is not None and root not in known.modules()):
         refuse_late_casts(root, config)  # its border is not that of what was sharded
-    shard_model(root, config, fingerprint(pipeline(config)))
+    shard_for(config, root)
+
+
+def shard_for(config: ZeroConfig, model: nn.Module, **how: MakeValues) -> Session:
+    """Shard for the pipeline of `config`; rank 0 says which of its patterns fit nothing."""
+    session = shard_model(model, config, fingerprint(pipeline(config)), **how)
+    if dist.get_rank() == 0:
+        warn_of_idle_patterns(session.root() or model, config)
+    return session

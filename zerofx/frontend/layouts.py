@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -12,11 +13,13 @@ from zerofx.config import ZeroConfig
 from zerofx.frontend.annotate import owners_in
 from zerofx.ir.parcels import Codec
 from zerofx.ir.spec import Layout, ParamSpec
-from zerofx.passes.quantize import why_exact
+from zerofx.passes.quantize import fits, why_exact
 from zerofx.runtime.axes import layouts_of, replicas_of
 from zerofx.runtime.comm import node_size_of
 from zerofx.runtime.secondary import check_nodes
 from zerofx.sharding.casts import param_dtypes
+
+_log = logging.getLogger(__name__)
 
 WHOLE, SHARDED = 1, 2
 """Handles of the layouts, which nobody opens."""
@@ -85,6 +88,22 @@ def describe_params(model: nn.Module, cast: torch.dtype | None = None) -> tuple[
         )
         for index, param in enumerate(model.parameters())
     )
+
+
+def warn_of_idle_patterns(model: nn.Module, config: ZeroConfig) -> None:
+    """Say which patterns of `quantize_exact` fit nothing, as one with a slip of the pen would."""
+    if config.weight_codec is None and config.gradient_codecs is None:
+        return
+    names = [name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)]
+    names += [owner for owners in owners_in([model]).values() for owner in owners]
+    for pattern in config.quantize_exact:
+        if pattern not in ZeroConfig.quantize_exact and not fits(pattern, names):
+            _log.warning(
+                "quantize_exact has the pattern %r, which fits no parameter of %s, and no class "
+                "that holds one",
+                pattern,
+                type(model).__name__,
+            )
 
 
 def buffer_bytes(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from zerofx.cost.memory import Precision, precision_of
 from zerofx.cost.surface import peak_expression
 from zerofx.errors import UnsupportedError
 from zerofx.frontend.constructors import cast_params, construct
-from zerofx.frontend.layouts import buffer_bytes, describe_params, lay_out
+from zerofx.frontend.layouts import buffer_bytes, describe_params, lay_out, warn_of_idle_patterns
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.frontend.resident import rest_of, update_seconds
 from zerofx.frontend.stacks import as_read, shorten, stack_depth
@@ -128,6 +128,7 @@ class Planner:
         self.say("building the model")
         with fake_mode():
             model = construct(lambda: self._model(0))
+        warn_of_idle_patterns(model, self.config)
         params = describe_params(model, self.config.param_dtype)
         depth = 0 if self.whole else stack_depth(model)
         buffers = buffer_bytes(model)

@@ -171,10 +171,9 @@ def why_exact(
         return "replicated"
     if len(spec.shape) < 2:
         return "one dimension"
-    names = [each.lower() for each in (spec.name, *spec.tied, *spec.owners)]
-    for pattern in patterns:
-        if any(fnmatch.fnmatchcase(name, pattern.lower()) for name in names):
-            return f"as {pattern}"
+    names = spec.name, *spec.tied, *spec.owners
+    if pattern := next((each for each in patterns if fits(each, names)), None):
+        return f"as {pattern}"
     if spec.dtype not in DTYPES:
         return f"{spec.dtype} has no codes"
     chunk = spec.padded_numel // spec.layout.num_shards
@@ -184,3 +183,8 @@ def why_exact(
         if codec.parcel_bytes(-(-chunk // codec.block)) >= chunk * itemsize:
             return f"{chunk} numbers a rank"
     return ""
+
+
+def fits(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a pattern of `quantize_exact` is for a parameter with one of these names."""
+    return any(fnmatch.fnmatchcase(name.lower(), pattern.lower()) for name in names)
