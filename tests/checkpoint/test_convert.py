@@ -201,6 +201,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert data["tensors"]["model.body.weight"] == {"shape": [6, 5], "dtype": "float32"}
     assert main(["checkpoint", "convert", str(RUNS / "zero2"), target]) == 2
     assert "exists" in capsys.readouterr().err
+    assert main(["checkpoint", "inspect", f"{target}2"]) == 2
+    assert "dcp2 does not exist" in capsys.readouterr().err
     (file,) = (tmp_path / "dcp").glob("*.distcp")
     os.truncate(file, 10)
     assert main(["checkpoint", "inspect", target]) == 1

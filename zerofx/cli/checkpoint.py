@@ -21,6 +21,8 @@ _DTYPES = dict(zip(WEIGHT_DTYPES, (torch.float32, torch.float16, torch.bfloat16)
 
 def run(args: argparse.Namespace, progress: Progress) -> Answer:
     """Look, and convert if asked to."""
+    if not args.path.exists():
+        raise ConfigError(f"{args.path} does not exist", "name a checkpoint's folder or file")
     progress.step(f"look at {args.path}")
     source = open_source(args.path)
     if args.action == "inspect":
