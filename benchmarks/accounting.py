@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpt import Gpt
 from benchmarks.meters import WireMeter, live_storages
@@ -118,10 +119,21 @@ def measure(
     micro_batches: Sequence[int] = (1, 2),
     width: int = 256,
     depth: int = 6,
+    make: Callable[..., nn.Module] = Gpt,
     **options: Any,
 ) -> Measurement:
-    """Train one stage on the ranks of the default group, and look at this rank."""
-    runs = {count: _Run(stage, count, width, depth, options) for count in micro_batches}
+    """Train one stage on the ranks of the default group, and look at this rank.
+
+    Args:
+        stage: ZeRO stage.
+        micro_batches: of a step, each of them measured.
+        width: of the model.
+        depth: its layers.
+        make: called with both.
+        **options: of the backend.
+    """
+    size = {"width": width, "depth": depth}
+    runs = {count: _Run(stage, count, partial(make, **size), options) for count in micro_batches}
     for run in runs.values():
         run.train()
     first = runs[micro_batches[0]]
@@ -141,7 +153,11 @@ class _Run:
     """A few steps of training, the last one looked at."""
 
     def __init__(
-        self, stage: int, micro_batches: int, width: int, depth: int, options: dict[str, Any]
+        self,
+        stage: int,
+        micro_batches: int,
+        make: Callable[[], nn.Module],
+        options: dict[str, Any],
     ) -> None:
         # Strictly by the formula: by default stage 3 sends less, since it keeps a bucket.
         budget = 0 if stage == 3 else None
@@ -151,7 +167,7 @@ class _Run:
             self._options["accumulate"] = micro_batches
         self._stage = stage
         self._micro_batches = micro_batches
-        self._size = {"width": width, "depth": depth}
+        self._make = make
         self.num_params = self.at_rest = self.peak = self.buffers = 0
         self.sent = 0.0
 
@@ -159,7 +175,7 @@ class _Run:
         gc.collect()
         gc.freeze()  # what is there already is not found below
         torch.manual_seed(0)
-        model = Gpt(**self._size)
+        model = self._make()
         self.num_params = sum(param.numel() for param in model.parameters())
         compiled = torch.compile(model, backend=f"zero{self._stage}", options=self._options)
         opt = torch.optim.Adam(model.parameters(), lr=1e-3)

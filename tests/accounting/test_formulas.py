@@ -11,21 +11,20 @@ from benchmarks.accounting import (
     expected_sent,
     measure,
 )
+from tests.accounting.stack import LAYER, Stack
 from tests.ranks import run_ranks
-
-LAYER = 12 * 256 * 256
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_and_traffic(stage: int) -> None:
-    for found in run_ranks(2, measure, stage, (1,), depth=8, timeout=220):
+    for found in run_ranks(2, measure, stage, (1,), depth=8, make=Stack, timeout=220):
         _check(found)
-    for found in run_ranks(2, measure, stage, (2,), depth=1, timeout=220):
+    for found in run_ranks(2, measure, stage, (2,), depth=1, make=Stack, timeout=220):
         _check_sent(found)
 
 
 def test_four_ranks() -> None:
-    for found in run_ranks(4, measure, 3, (1,), depth=8, timeout=220):
+    for found in run_ranks(4, measure, 3, (1,), depth=8, make=Stack, timeout=220):
         _check(found)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accounting import Gpt
 from benchmarks.meters import live_storages
+from tests.accounting.stack import Stack
 from tests.ranks import run_ranks
 
 BF16 = torch.bfloat16
@@ -19,7 +19,7 @@ def _held(stage: int) -> dict[str, float]:
     """Bytes per parameter that live after a backward, when the optimizer begins, and after it."""
     gc.collect()
     gc.freeze()
-    model = Gpt(depth=2)
+    model = Stack()
     policy = {"param_dtype": BF16, "grad_dtype": BF16, "memory_budget": 0 if stage == 3 else None}
     options = {"inner": "eager", "min_shard_numel": 0, **policy}
     run = torch.compile(model, backend=f"zero{stage}", options=options)

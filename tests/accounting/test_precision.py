@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.accounting import (
-    Gpt,
     Measurement,
     expected_at_rest,
     expected_peak,
@@ -16,15 +15,15 @@ from benchmarks.accounting import (
     measure,
 )
 from benchmarks.meters import live_storages
+from tests.accounting.stack import LAYER, Stack
 from tests.ranks import run_ranks
 
 DEPTH = 8
-LAYER_SHARE = 12 * 256 * 256 / 6_557_952
 BF16 = 2
 
 
 def _measured(stage: int) -> list[Measurement]:
-    options = {"param_dtype": torch.bfloat16}
+    options = {"param_dtype": torch.bfloat16, "make": Stack}
     return run_ranks(2, measure, stage, (1,), depth=DEPTH, timeout=220, **options)
 
 
@@ -40,15 +39,15 @@ def test_memory_and_traffic(stage: int) -> None:
         assert found.in_psi(found.at_rest) == pytest.approx(at_rest, abs=0.01), found
         peak = expected_peak(stage, found.num_ranks, BF16)
         # As in fp32, weights and gradients of a few layers, here of 2 bytes; activations.
-        in_flight = 6 * BF16 * LAYER_SHARE + 0.6
+        in_flight = 6 * BF16 * LAYER / found.num_params + 0.6
         assert peak - 0.01 <= found.in_psi(found.peak) <= peak + in_flight
         sent = expected_sent(stage, 1, BF16)
         assert found.sent_in_psi(1) == pytest.approx(sent, rel=0.01)
 
 
 def test_stage_2_on_four_ranks() -> None:
-    bf16 = torch.bfloat16
-    for found in run_ranks(4, measure, 2, (1,), depth=2, param_dtype=bf16, timeout=220):
+    options = {"param_dtype": torch.bfloat16, "make": Stack}
+    for found in run_ranks(4, measure, 2, (1,), depth=2, timeout=220, **options):
         assert found.in_psi(found.at_rest) == pytest.approx(2 + 16 / 4, abs=0.01), found
 
 
@@ -67,7 +66,7 @@ def _stepped_inside_backward() -> float:
     """Bytes per parameter at rest, if each gradient is applied and freed as soon as it is there."""
     gc.collect()
     gc.freeze()
-    model = Gpt(depth=2)
+    model = Stack()
     options = {"inner": "eager", "min_shard_numel": 0, "param_dtype": torch.bfloat16}
     run = torch.compile(model, backend="zero2", options=options)
     with torch.no_grad():
