@@ -124,9 +124,10 @@ EDITS = [
 
 
 def _seen(stage: int) -> None:
+    """One after the other, of one model that is compiled once."""
+    model, plain = net(), net()
+    run = compiled(model, stage)
     for edit in EDITS:
-        model, plain = net(), net()
-        run = compiled(model, stage)
         with torch.no_grad():
             close(run(*data(0)), plain(*data(0)), "before")
         edit(model)
@@ -140,6 +141,7 @@ def _seen(stage: int) -> None:
             train(run, sgd(model), 1)
             train(ddp, sgd(ddp), 1)
             same(model, ddp)
+            plain = ddp.module
         assert sharded(model)
 
 
