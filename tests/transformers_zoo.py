@@ -70,16 +70,16 @@ class EncoderDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.transformer = nn.Transformer(
-            WIDTH, HEADS, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True
+        self.encoder = nn.Linear(WIDTH, WIDTH)  # `Encoder` has a layer of torch's
+        self.decoder = nn.TransformerDecoderLayer(
+            WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True
         )
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, source: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-        hidden = self.transformer(
-            self.embed(source), self.embed(ids), tgt_mask=mask, tgt_is_causal=True
-        )
+        memory = torch.tanh(self.encoder(self.embed(source)))
+        hidden = self.decoder(self.embed(ids), memory, tgt_mask=mask, tgt_is_causal=True)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 

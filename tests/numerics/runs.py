@@ -33,6 +33,12 @@ MODELS = (
 STAGES = (0, 1, 2, 3)
 CLIP = 0.1
 """Below the norm of every model's gradients, so that it does something."""
+MORE_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "encoder": {"stage": 2, "optimizer": "sgd", "clip": None},
+    "encoder_decoder": {"stage": 3, "optimizer": "adamw", "clip": CLIP},
+    "gpt_checkpointed": {"stage": 0, "optimizer": "sgd", "clip": CLIP},
+}
+"""They cost most, and `gpt` has their kinds of weights: one row each does in covers."""
 
 Setting = tuple[str, float | None]
 SETTINGS: tuple[Setting, ...] = (

@@ -11,6 +11,7 @@ from tests.numerics.cover import Row, pairwise
 from tests.numerics.runs import (
     CLIP,
     MODELS,
+    MORE_TRANSFORMERS,
     SETTINGS,
     STAGES,
     parity,
@@ -49,13 +50,15 @@ def test_two_ranks_agree_bitwise(name: str) -> None:
             assert_same(got, want, rtol=0, keys=keys)
 
 
+SHAPES = [name for name in MODELS if name not in MORE_TRANSFORMERS]
+"""Three ranks split rows unevenly, or not at all; the other transformers have the rows of `gpt`."""
 THREE_RANKS = pairwise(
-    {"name": MODELS, "stage": STAGES, "optimizer": ("sgd", "adamw"), "clip": (None, CLIP)},
+    {"name": SHAPES, "stage": STAGES, "optimizer": ("sgd", "adamw"), "clip": (None, CLIP)},
     lambda row: parity(row) == 1,
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_three_ranks_agree(name: str) -> None:
     for row in THREE_RANKS:
         if row["name"] == name:

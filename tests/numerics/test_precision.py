@@ -46,20 +46,20 @@ def test_two_ranks_agree_bitwise(name: str, policy: str, loop: Mapping[str, Any]
         assert_same(got, want, rtol=0, keys=["losses", "norms", "params", "grads"])
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16_returned_in_fp32"])
-def test_stage_0_agrees(policy: str) -> None:
+@pytest.mark.parametrize(("name", "policy"), [("gpt", "bf16"), ("mlp", "fp16_returned_in_fp32")])
+def test_stage_0_agrees(name: str, policy: str) -> None:
     """Bitwise in all but norms, which are sums over whole gradients and not over shards."""
-    job, options = (train, "gpt", "zero0"), {"inner": "eager"}
+    job, options = (train, name, "zero0"), {"inner": "eager"}
     got = run_ranks(2, *job, precision=POLICIES[policy], options=options, timeout=220)
-    assert_same(got, _oracle("gpt", policy), rtol=0, keys=["losses", "params", "grads"])
+    assert_same(got, _oracle(name, policy), rtol=0, keys=["losses", "params", "grads"])
 
 
 def test_small_parameters_stay_replicated_and_are_cast() -> None:
     """Whole on every rank at rest, so in another dtype than the model computes with."""
     precision = POLICIES["bf16_reduced_in_fp32"]
-    want = _oracle("gpt", "bf16_reduced_in_fp32")
+    want = _oracle("mlp", "bf16_reduced_in_fp32")
     options = {"inner": "eager", "min_shard_numel": 100}
-    got = run_ranks(2, train, "gpt", "zero3", precision=precision, options=options, timeout=220)
+    got = run_ranks(2, train, "mlp", "zero3", precision=precision, options=options, timeout=220)
     assert_same(got, want, rtol=0, keys=["losses", "params", "grads"])
 
 
