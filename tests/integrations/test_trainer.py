@@ -175,9 +175,9 @@ def test_trains_as_over_ddp(tmp_path: Path) -> None:
                 torch.testing.assert_close(value, want[3][name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("stage", "num_ranks"), [(1, 2), (3, 4)])
-def test_resumes_bitwise(stage: int, num_ranks: int, tmp_path: Path) -> None:
-    run_ranks(num_ranks, resumed, stage, str(tmp_path / "run"), timeout=200)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resumes_bitwise(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, resumed, stage, str(tmp_path / "run"), timeout=200)
 
 
 def looks_at_the_model(folder: str) -> None:

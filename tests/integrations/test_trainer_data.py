@@ -73,8 +73,11 @@ def _recipe(folder: Path, **keys: Any) -> Recipe:
         **_BASE,
         **ROUTED,
         f"{RANDOM_LTD}.total_layer_num": 2,
+        # Of two sizes, since Dynamo traces for each of the first ones.
+        f"{RANDOM_LTD}.random_ltd_schedule.min_value": 5,
         f"{RANDOM_LTD}.random_ltd_schedule.max_value": 10,
-        f"{RANDOM_LTD}.random_ltd_schedule.schedule_config.require_steps": 3,
+        f"{RANDOM_LTD}.random_ltd_schedule.schedule_config.require_steps": 2,
+        f"{RANDOM_LTD}.random_ltd_schedule.schedule_config.seq_per_step": 5,
         **metric("ease", **write_index(folder, "ease", [1 + i % 9 for i in range(_ROWS)])),
         f"{SAMPLING}.num_epochs": 3,
         **keys,
@@ -98,10 +101,10 @@ def drawn(folder: str) -> None:
     assert whole.state.global_step == _STEPS and whole.state.epoch == 2
     wanted = [row for micro in _recipe(own).make_sampler(_ROWS) for row in micro]
     assert whole.train_dataset.asked == wanted[: _STEPS * 4]
-    # Steps of 4, 6, 8 and 10 tokens in both layers, eight rows each.
+    # Steps of 5, 5, 10 and 10 tokens in both layers, eight rows each.
     assert whole.accelerator.router.state_dict() == {
         "steps": _STEPS,
-        "layer_tokens": 8 * 2 * (4 + 6 + 8 + 10),
+        "layer_tokens": 8 * 2 * (5 + 5 + 10 + 10),
     }
     part = _trainer(f"{folder}/again", _recipe(own))
     part.train(resume_from_checkpoint=f"{folder}/run/checkpoint-3")
