@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import zerofx
 from tests.integrations.examples import BASE, nested
 from tests.integrations.loops import fresh_state
 from tests.integrations.profiled import COMMS, FLOPS, MODELS, counted, rows, texts, train
-from tests.integrations.test_trainer import Texts, tiny
+from tests.integrations.test_trainer import Texts
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
 from zerofx.integrations.deepspeed.operations import Counted, CountOperations, Counts
@@ -121,6 +121,17 @@ def test_values_that_cannot_be_served(key: str, value: Any) -> None:
         recipe.make_report(optimizer, recipe.make_scaler("cpu"))
 
 
+class Squares(nn.Module):
+    """A layer large enough to be sharded, of few kernels: Inductor compiles it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layer(input_ids.float()) - labels[:, :1]).square().mean()}
+
+
 def _trains_by_file(folder: str) -> str:
     from zerofx.integrations import Trainer, TrainingArguments
 
@@ -131,7 +142,7 @@ def _trains_by_file(folder: str) -> str:
     how: Any = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
     how |= {"max_steps": 3, "per_device_train_batch_size": 2}
     args = TrainingArguments(folder, deepspeed=str(file), **how)
-    trainer = Trainer(tiny(), args, train_dataset=Texts(20))
+    trainer = Trainer(Squares(), args, train_dataset=Texts(20))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer.train()
     assert not is_profiling()
