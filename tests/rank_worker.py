@@ -134,16 +134,18 @@ def _leave_groups() -> None:
 def spare_what_nobody_reads() -> None:
     """Let a compilation do without what only logs show: a tenth of a second of a processor.
 
-    Dynamo times the guards of each frame, with caches that it empties first; AOTAutograd prints
-    its graphs, and makes states for a kind of random numbers that nobody asks for. Each compilation
-    notes down all settings of torch. And a process group that begins makes Dynamo look up all names
-    of torch again, for processes that compiled before they had imported it whole.
+    Dynamo times the guards of each frame, with caches that it empties first, and takes each file
+    that it traces apart for the names of functions; AOTAutograd prints its graphs, and makes states
+    for a kind of random numbers that nobody asks for. Each compilation notes down all settings of
+    torch. And a process group that begins makes Dynamo look up all names of torch again, for
+    processes that compiled before they had imported it whole.
     """
     from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-    from torch._dynamo import trace_rules, utils
+    from torch._dynamo import symbolic_convert, trace_rules, utils
     from torch._functorch._aot_autograd import graph_compile
 
     trace_rules.clear_lru_cache = lambda: None
+    symbolic_convert.get_funcname = lambda *_: None
     for settings in (
         "_get_dynamo_config_for_logging",
         "_scrubbed_inductor_config_for_logging",
