@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -151,8 +150,8 @@ def shard_root(root: nn.Module, config: ZeroConfig) -> None:
 
 
 def shard_for(config: ZeroConfig, model: nn.Module, **how: MakeValues) -> Session:
-    """Shard for the pipeline of `config`; rank 0 says which of its patterns fit nothing."""
+    """Shard for the pipeline of `config`; the first rank says which patterns fit nothing."""
     session = shard_model(model, config, fingerprint(pipeline(config)), **how)
-    if dist.get_rank() == 0:
+    if session.world.rank == 0:
         warn_of_idle_patterns(session.root() or model, config)
     return session
