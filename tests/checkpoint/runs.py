@@ -64,6 +64,7 @@ class Run:
         if reset:  # which the runs of before would be compiled anew after
             torch._dynamo.reset()
         torch.manual_seed(seed)
+        self.stage = stage
         self.model: Any = build().to(DEVICE)
         self.step: Any = torch.compile(
             self.model, backend=f"zero{stage}", options={**OPTIONS, **options}
@@ -82,6 +83,14 @@ class Run:
                 each.step()
                 each.zero_grad()
         return losses
+
+    def only_update(self) -> None:
+        """The optimizer's part of a step, without a program: gradients are the values."""
+        for name, param in self.model.named_parameters():
+            if param.requires_grad and name != "unused":
+                param.grad = param.detach().clone()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     @staticmethod
     def values(model: nn.Module) -> dict[str, Tensor]:

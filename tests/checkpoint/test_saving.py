@@ -21,10 +21,13 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 import zerofx
+from tests.checkpoint.runs import Run
 from tests.logs import heard
+from tests.models import Mlp
 from tests.ranks import run_ranks
 from zerofx import checkpoint
 from zerofx.errors import CheckpointError
+from zerofx.runtime.members import gloo_group
 
 
 def _filled(value: float) -> nn.Linear:
@@ -149,3 +152,38 @@ def test_an_index_that_is_damaged(tmp_path: Path, index: Any, said: str) -> None
     (tmp_path / "a" / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match=said):
         zerofx.load_safetensors(nn.Linear(4, 8, bias=False), tmp_path / "a")
+
+
+def _again_and_again(folder: Path) -> int:
+    """How many groups saves in threads make."""
+    run = Run(3, build=Mlp)
+    run.train(range(1))
+    with patch("zerofx.checkpoint.ranks.gloo_group", wraps=gloo_group) as made:
+        for number in range(3):
+            checkpoint.async_save(folder / str(number), run.step, run.optimizer).wait()
+        first, second = (
+            checkpoint.async_save(folder / name, run.step, run.optimizer) for name in "ab"
+        )
+        first.wait(), second.wait()
+    return made.call_count
+
+
+def test_saves_one_after_another_share_a_group(tmp_path: Path) -> None:
+    assert max(run_ranks(2, _again_and_again, tmp_path, timeout=120)) in (1, 2)
+
+
+class _Single:
+    def __reduce__(self) -> str:
+        raise ValueError("there is one of me")
+
+
+def _not_copied(folder: Path) -> None:
+    run = Run(3, build=Mlp)
+    run.train(range(1))
+    with pytest.raises(CheckpointError, match="there is one of me"):
+        checkpoint.async_save(folder / "a", run.step, run.optimizer, _Single())
+    checkpoint.async_save(folder / "a", run.step, run.optimizer, "notes").wait()
+
+
+def test_an_extra_that_cannot_be_copied(tmp_path: Path) -> None:
+    run_ranks(2, _not_copied, tmp_path)
