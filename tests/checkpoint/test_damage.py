@@ -94,13 +94,13 @@ def _damaged(folder: Path) -> None:
     run.train(range(2))
     checkpoint.save(folder / "good", run.model, run.optimizer)
     wanted = run.state()
+    again = Run(3, seed=1, build=Mlp, min_shard_numel=0)
     for number, (damage, words) in enumerate(DAMAGE):
         bad = folder / f"bad{number}"
         if dist.get_rank() == 0:
             shutil.copytree(folder / "good", bad)
             damage(bad)
         dist.barrier()
-        again = Run(3, seed=1, build=Mlp, min_shard_numel=0)
         again.train(range(2))
         before = again.state()
         with refused(str(bad), *words, kind=CheckpointError):
