@@ -16,12 +16,15 @@ from tests.ranks import run_ranks
 from zerofx import checkpoint
 
 
-def _built() -> tuple[nn.Module, Any, Optimizer]:
+def _built() -> tuple[nn.Module, Any]:
     model = make("mlp", torch.float32)
+    return model, torch.compile(model, backend="zero3", options=FAST)
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
     first, *rest = model.parameters()
     groups = [{"params": [first], "lr": 0.02}, {"params": rest}]
-    run = torch.compile(model, backend="zero3", options=FAST)
-    return model, run, AdamW(groups, lr=0.01)
+    return AdamW(groups, lr=0.01)
 
 
 def _train(run: Any, optimizer: Optimizer, schedule: LRScheduler, steps: range) -> list[float]:
@@ -42,11 +45,12 @@ def _resumes(folder: Path) -> None:
         "step": lambda optimizer, last: StepLR(optimizer, 2, 0.5, last_epoch=last),
         "cycle": lambda optimizer, last: OneCycleLR(optimizer, 0.1, 20, last_epoch=last),
     }
+    (model, run), (again, run_again) = _built(), _built()
     for name, make_schedule in makers.items():
-        model, run, optimizer = _built()
+        optimizer = _optimizer(model)
         _train(run, optimizer, make_schedule(optimizer, -1), range(3))
         checkpoint.save(folder / name, model, optimizer)
-        again, run_again, resumed = _built()
+        resumed = _optimizer(again)
         assert "initial_lr" not in resumed.param_groups[0]
         checkpoint.load(folder / name, again, resumed)
         assert _settings(resumed) == _settings(optimizer)
