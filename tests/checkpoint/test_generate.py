@@ -16,17 +16,17 @@ from benchmarks.meters import peak_bytes
 from tests.checkpoint.runs import sharded_by
 from tests.ranks import run_ranks
 
-LENGTH = 12
+LENGTH = 8
 
 
 def _llama() -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 150, "vocab_size": 97}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))  # pyright: ignore[reportArgumentType]
 
 
 def _gpt2() -> Any:
-    sizes = {"n_embd": 64, "n_head": 2, "n_layer": 6, "vocab_size": 97, "n_positions": 64}
+    sizes = {"n_embd": 64, "n_head": 2, "n_layer": 4, "vocab_size": 97, "n_positions": 64}
     # Small weights would say the same token again and again.
     return GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.5))  # pyright: ignore
 
