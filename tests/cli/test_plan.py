@@ -21,7 +21,7 @@ from zerofx.cost.processor import Processor
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_model
 from zerofx.torch_private import fake_mode
 
-GPT = ["plan", "benchmarks.gpt:Gpt(depth=2)", "--batch", "2", "--length", "32"]
+GPT = ["plan", "benchmarks.gpt:Gpt(depth=1)", "--batch", "2", "--length", "32"]
 DOCS = Path(__file__).parents[2] / "docs" / "plan.md"
 
 
@@ -67,8 +67,9 @@ def test_traffic_is_that_of_the_paper(capsys: pytest.CaptureFixture[str]) -> Non
     share = 4 * plan["num_params"] * 63 / 64
     for stage, times in (("0", 2), ("1", 2), ("2", 2)):
         assert plan["stages"][stage]["sent_bytes"] == pytest.approx(times * share, rel=0.01)
-    # The last bucket is kept, and not gathered again.
-    assert 2.5 * share < plan["stages"]["3"]["sent_bytes"] < 3 * share
+    # The last bucket is kept, and not gathered again: all but the table of 1024 tokens.
+    kept = share * (1 - 1024 * 256 / plan["num_params"])
+    assert plan["stages"]["3"]["sent_bytes"] == pytest.approx(3 * share - kept, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
@@ -116,8 +117,8 @@ def test_a_measured_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     found = plan["stages"]["2"]
     _, other = _plan(capsys, "--stage", "2", "--world-size", "4")
     # Two programs; at least a gather and a reduction, and both waits of each parameter.
-    assert found["host_seconds"] >= 2 * 1.0 + 2 * 2.0 + 2 * 14 * 3.0
-    assert found["update_seconds"] == pytest.approx(5.0 * 14)
+    assert found["host_seconds"] >= 2 * 1.0 + 2 * 2.0 + 2 * 8 * 3.0
+    assert found["update_seconds"] == pytest.approx(5.0 * 8)
     assert other["stages"]["2"]["host_seconds"] == 0.0
     kept.write_text("{}")
     assert main([*GPT, "--machine", str(kept)]) == 2
@@ -145,17 +146,19 @@ def _examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "text"), _examples(), ids=lambda value: value[:40])
 def test_the_transcripts_of_the_documentation(
-    command: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One test, since they share what is traced."""
     pytest.importorskip("transformers")
     import shlex
 
     monkeypatch.setenv("COLUMNS", "120")
-    main(shlex.split(command))
-    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    assert printed.strip() == text.strip()
+    assert len(_examples()) >= 2
+    for command, text in _examples():
+        main(shlex.split(command))
+        printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        assert printed.strip() == text.strip()
 
 
 def _wire(found: Any, region: str, kind: str) -> dict[str, dict[str, Any]]:
