@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zerofx
-from tests.contract.loops import close, compiled, config, data, full, net, same, train, twin
+from tests.contract.loops import (
+    close,
+    compiled,
+    config,
+    data,
+    full,
+    net,
+    same,
+    sharded,
+    train,
+    twin,
+)
 from tests.ranks import run_ranks
 
 OPTIMIZERS = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -26,18 +38,31 @@ def _as_on_a_gpu(name: str, supported: str) -> Any:
     return patch.object(module, supported, lambda *_, **__: ["cpu"])
 
 
+def _train_anew(model: nn.Module, run: Any, ours: Any, theirs: Any, what: str) -> None:
+    """Train from the first weights, which one compiled model gets again for each optimizer."""
+    ddp = twin(net())
+    if sharded(model):
+        with zerofx.unshard(model) as values, torch.no_grad():
+            for name, value in ddp.module.named_parameters():
+                values[name].copy_(value)
+    got, want = train(run, ours, 3), train(ddp, theirs(ddp.parameters()), 3)
+    close(torch.tensor(got), torch.tensor(want), f"losses with {what}", rtol=1e-5)
+    same(model, ddp, rtol=1e-4)
+
+
 def _captured(stage: int, foreach: bool) -> None:
+    model, early = net(), dict[str, Any]()
+    run = compiled(model, stage)
     for name in OPTIMIZERS:
-        build = getattr(torch.optim, name)
         with _as_on_a_gpu(name, "_get_capturable_supported_devices"):
-            model, ddp = net(), twin(net())
-            early = build(model.parameters(), lr=0.01, foreach=foreach, capturable=True)
-            got = train(compiled(model, stage), early, 3)
-            want = train(ddp, build(ddp.parameters(), lr=0.01, foreach=False), 3)
-            close(torch.tensor(got), torch.tensor(want), f"losses with {name}", rtol=1e-5)
-            same(model, ddp, rtol=1e-4)
-            for param in model.parameters():
-                assert isinstance(early.state[param]["step"], torch.Tensor)
+            build = getattr(torch.optim, name)
+            early[name] = build(model.parameters(), lr=0.01, foreach=foreach, capturable=True)
+    for name, optimizer in early.items():
+        plain = functools.partial(getattr(torch.optim, name), lr=0.01, foreach=False)
+        with _as_on_a_gpu(name, "_get_capturable_supported_devices"):
+            _train_anew(model, run, optimizer, plain, name)
+        for param in model.parameters():
+            assert isinstance(optimizer.state[param]["step"], torch.Tensor)
 
 
 @pytest.mark.parametrize(("stage", "foreach"), [(1, True), (3, False)])
@@ -110,17 +135,18 @@ FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def _fused(stage: int, early: bool) -> None:
-    for name, (build, options) in FUSED.items():
-        model, ddp = net(), twin(net())
-        run = compiled(model, stage)
-        if not early:
-            with torch.no_grad():
-                run(*data(0))
-        optimizer = build(model.parameters(), fused=True, **options)
-        got = train(run, optimizer, 3)
-        want = train(ddp, build(ddp.parameters(), foreach=False, **options), 3)
-        close(torch.tensor(got), torch.tensor(want), f"losses with {name}", rtol=1e-5)
-        same(model, ddp, rtol=1e-4)
+    model = net()
+    run = compiled(model, stage)
+
+    def built() -> list[Any]:
+        return [build(model.parameters(), fused=True, **how) for build, how in FUSED.values()]
+
+    if not early:
+        with torch.no_grad():
+            run(*data(0))
+    for (name, (build, how)), optimizer in zip(FUSED.items(), built(), strict=True):
+        plain = functools.partial(build, foreach=False, **how)
+        _train_anew(model, run, optimizer, plain, name)
 
 
 @pytest.mark.parametrize(("stage", "early"), [(0, True), (1, False), (2, True), (3, False)])
