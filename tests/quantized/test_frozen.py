@@ -61,7 +61,6 @@ def packed() -> Iterator[collections.Counter[str]]:
 
 
 def _compiled(model: nn.Module, bucket_bytes: int, **how: Any) -> Any:
-    torch.compiler.reset()
     options = {"inner": "eager", "min_shard_numel": 0, "bucket_bytes": bucket_bytes}
     how = how or {"quantize_weights": "int8x32"}
     return torch.compile(model, backend="zero3", options={**options, **how})
@@ -73,6 +72,7 @@ def _loss(run: Any, seed: int = 9) -> float:
 
 
 def _train(bucket_bytes: int) -> None:
+    torch.compiler.reset()
     model = Adapted()
     run = _compiled(model, bucket_bytes)
     # Frozen parameters are among those it is given, as in `AdamW(model.parameters())`.
@@ -85,15 +85,15 @@ def _train(bucket_bytes: int) -> None:
         _loss(run)
     assert [found[name] for name in FROZEN] == [1, 1]
     assert found["layers.0.down.weight"] >= 4, "trainable ones are packed in every forward"
+    fresh = Adapted()
+    fresh_run = _compiled(fresh, bucket_bytes)
+    _loss(fresh_run)
     for edit in (_loaded, _written, _behind):
         with packed() as found:
             edit(model)
             losses = [_loss(run) for _ in range(2)]
         assert found[FROZEN[0]] == 1 and losses[0] == losses[1]
-        # What travels is what a model that never had other weights sends.
-        fresh = Adapted()
-        fresh_run = _compiled(fresh, bucket_bytes)
-        _loss(fresh_run)
+        # What travels is what a model sends that never trained, and was given these weights.
         fresh.load_state_dict(model.state_dict())
         assert _loss(fresh_run) == losses[0]
     _thawed(model, run, optimizer)
@@ -137,6 +137,7 @@ def test_frozen_weights_are_packed_once_until_they_change() -> None:
 
 def _alone() -> None:
     """What is trained travels as numbers, from the moment when it is."""
+    torch.compiler.reset()
     codes = QuantizeUnshards("int8x32", frozen_only=True)
     run = _compiled(Adapted(), 1 << 20, passes=[zerofx.before("fuse_unshards", codes)])
     with packed() as found:
