@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.hard.pair import EAGER, INDUCTOR, Pair, draw
+from tests.passes.test_sizes import small
 from tests.ranks import run_ranks
 
 
@@ -73,16 +74,15 @@ def test_one_rank_recompiles_alone(stage: int) -> None:
 
 def _one_sample(stage: int, inner: str) -> None:
     """The last batch has one sample on a rank, of which torch makes another graph."""
-    options, rtol = (EAGER, 1e-6) if inner == "eager" else (INDUCTOR, 1e-5)
-    net = nn.Sequential(
-        *(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)),
-        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
-        nn.Linear(8, 1),
-    )
-    pair = Pair(net, stage, options, rtol=rtol)
+    if inner == "eager":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), layer, nn.Linear(8, 1))
+        pair, sample = Pair(net, stage, EAGER, rtol=1e-6), (5, 8)
+    else:
+        pair, sample = Pair(small(), stage, INDUCTOR, rtol=1e-5), (4,)
 
     def loss(run: nn.Module, number: int) -> Tensor:
-        return run(draw(3 if number == 0 else 1 + dist.get_rank(), 5, 8)).square().mean()
+        return run(draw(3 if number == 0 else 1 + dist.get_rank(), *sample)).square().mean()
 
     pair.train(loss, 2)
 
