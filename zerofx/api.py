@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import zerofx.frontend.backend  # noqa: F401 (installs the optimizer hooks)
 from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, ShardingError, UnsupportedError
-from zerofx.frontend.first_forward import shard_for
+from zerofx.frontend.first_forward import shard_for_passes
 from zerofx.frontend.step_guard import trust
 from zerofx.option_checks import refuse_at_stage
 from zerofx.passes.registry import with_registered
@@ -235,7 +235,7 @@ def _shard(model: nn.Module, config: ZeroConfig | None, **how: MakeValues) -> Se
         raise ConfigError(f"{config!r} is no configuration", "pass zerofx.ZeroConfig(stage=3, …)")
     config = with_registered(config or ZeroConfig())
     refuse_at_stage(config)
-    return shard_for(config, model, **how)
+    return shard_for_passes(model, config, **how)
 
 
 def _session(model: nn.Module) -> Session:

@@ -89,12 +89,11 @@ def by_file(name: str, folder: str) -> list[float]:
     whole = trainer_of(None, folder, model_of(name), zero=recipe, **how, **_BEST)
     assert whole.get_total_train_batch_size(whole.args) == 8
     whole.train()
-    if name != "parts of sequences":  # to checkpoints they are what sequences are that zerofx cuts
-        recipe = zerofx.from_deepspeed(nested(FILES[name]), inner="eager")
-        part = trainer_of(None, f"{folder}-again", model_of(name), zero=recipe, **how)
-        part.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-        assert history(part) == history(whole)
-        bitwise(values_of(part.model), values_of(whole.model))
+    recipe = zerofx.from_deepspeed(nested(FILES[name]), inner="eager")
+    part = trainer_of(None, f"{folder}-again", model_of(name), zero=recipe, **how)
+    part.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert history(part) == history(whole)
+    bitwise(values_of(part.model), values_of(whole.model))
     return figures(whole)
 
 

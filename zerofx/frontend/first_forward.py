@@ -146,10 +146,10 @@ def shard_root(root: nn.Module, config: ZeroConfig) -> None:
     known = session.root() if session is not None else None
     if session is None or (known is not None and root not in known.modules()):
         refuse_late_casts(root, config)  # its border is not that of what was sharded
-    shard_for(config, root)
+    shard_for_passes(root, config)
 
 
-def shard_for(config: ZeroConfig, model: nn.Module, **how: MakeValues) -> Session:
+def shard_for_passes(model: nn.Module, config: ZeroConfig, **how: MakeValues) -> Session:
     """Shard for the pipeline of `config`; the first rank says which patterns fit nothing."""
     session = shard_model(model, config, fingerprint(pipeline(config)), **how)
     if session.world.rank == 0:
