@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofx
 from tests.hard.pair import EAGER, STAGES, Pair, draw
-from tests.hard.wire import Wire, watched
+from tests.hard.wire import watched
 from tests.ranks import run_ranks
 from zerofx.errors import ShardingError, UnreducedGradientError, UnsupportedError
 
@@ -48,59 +49,58 @@ def _micro_batches(pair: Pair, sides: list[str], how: str, first: int) -> None:
             pair.backward(_loss(side), first + index)
 
 
-def _accumulates(stage: int, how: str) -> list[Wire]:
-    options = {**EAGER, "accumulate": 3} if how == "accumulate" else EAGER
+def _accumulates(stage: int, hows: list[str]) -> None:
+    options = {**EAGER, "accumulate": 3} if hows == ["accumulate"] else EAGER
     pair = Pair(Sides(), stage, options, rtol=1e-6)
-    wires = []
-    for number, sides in enumerate(_SCHEDULES):
-        with watched() as wire:
+    for turn, how in enumerate(hows):
+        for number, sides in enumerate(_SCHEDULES, 10 * turn):
             _micro_batches(pair, sides, how, 10 * number)
             pair.step()
-        wires.append(wire)
-    return wires
 
 
-@pytest.mark.parametrize("how", ["default", "no_sync", "accumulate"])
+@pytest.mark.parametrize("hows", [["no_sync", "default"], ["accumulate"]], ids="-".join)
 @pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_add_up(stage: int, how: str) -> None:
-    run_ranks(2, _accumulates, stage, how)
+def test_micro_batches_add_up(stage: int, hows: list[str]) -> None:
+    run_ranks(2, _accumulates, stage, hows)
 
 
-def _gradient_calls(stage: int, how: str) -> int:
-    """Messages with gradients over the first three micro-batches."""
+def _gradient_calls(stage: int, hows: list[str]) -> list[int]:
+    """Messages with gradients over three micro-batches, in each way."""
     alone = {**EAGER, "bucket_bytes": 0, "memory_budget": 0 if stage == 3 else None}
-    options = {**alone, "accumulate": 3} if how == "accumulate" else alone
+    options = {**alone, "accumulate": 3} if hows == ["accumulate"] else alone
     model = Sides()
     run = torch.compile(model, backend=f"zero{stage}", options=options)
-    calls = 0
-    for index in range(3):
-        held = how == "no_sync" and index < 2
-        with zerofx.no_sync(model) if held else contextlib.nullcontext():
-            loss = run(draw(4, 7), _BOTH)
-            with watched() as wire:
-                loss.backward()
-        calls += wire.count("isend")
+    calls = [0 for _ in hows]
+    for turn, how in enumerate(hows):
+        for index in range(3):
+            held = how == "no_sync" and index < 2
+            with zerofx.no_sync(model) if held else contextlib.nullcontext():
+                loss = run(draw(4, 7), _BOTH)
+                with watched() as wire:
+                    loss.backward()
+            calls[turn] += wire.count("isend")
+        model.zero_grad()
     return calls
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages_0_and_1_send_gradients_once(stage: int) -> None:
-    for how, held in (("default", False), ("no_sync", True), ("accumulate", True)):
-        # Six parameters; stage 3 gathers the two heads' weights again in each backward.
-        gathers = 2 * 3 if stage == 3 else 0
-        micro = 1 if held and stage < 2 else 3
-        (calls, _) = run_ranks(2, _gradient_calls, stage, how)
-        assert calls == 6 * micro + gathers, (how, calls)
+    # Six parameters; stage 3 gathers the two heads' weights again in each backward.
+    gathers = 2 * 3 if stage == 3 else 0
+    once, each = 6 * (1 if stage < 2 else 3) + gathers, 6 * 3 + gathers
+    for hows, want in ((["default", "no_sync"], [each, once]), (["accumulate"], [once])):
+        (calls, _) = run_ranks(2, _gradient_calls, stage, hows)
+        assert calls == want, (hows, calls)
 
 
-def _clears(stage: int, how: str, set_to_none: bool, **optimizer: bool) -> None:
+def _clears(stage: int, how: str, *settings: bool, **optimizer: bool) -> None:
     """`zero_grad` in the middle of an accumulation forgets what was held back."""
     options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
     pair = Pair(Sides(), stage, options, rtol=1e-6)
     pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=pair.lr, **optimizer)
     with torch.no_grad():
         pair.run(draw(4, 7), _BOTH)
-    for number in range(2):
+    for number, set_to_none in enumerate(each for each in settings for _ in range(2)):
         with zerofx.no_sync(pair.model) if how == "no_sync" else contextlib.nullcontext():
             pair.backward(_loss(_BOTH), 10 * number)
         pair.optimizer.zero_grad(set_to_none=set_to_none)
@@ -109,16 +109,15 @@ def _clears(stage: int, how: str, set_to_none: bool, **optimizer: bool) -> None:
         pair.step()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["no_sync", "accumulate"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_zero_grad_in_between(stage: int, how: str, set_to_none: bool) -> None:
-    run_ranks(2, _clears, stage, how, set_to_none)
+def test_zero_grad_in_between(stage: int, how: str) -> None:
+    run_ranks(2, _clears, stage, how, True, False)
 
 
 @pytest.mark.parametrize(("stage", "how"), [(0, "accumulate"), (1, "no_sync")])
 def test_zero_grad_of_foreach_optimizers(stage: int, how: str) -> None:
-    run_ranks(2, _clears, stage, how, set_to_none=False, foreach=True)
+    run_ranks(2, _clears, stage, how, False, foreach=True)
 
 
 class Reentrant(nn.Module):
@@ -134,15 +133,15 @@ class Reentrant(nn.Module):
         return x.square().mean()
 
 
-def _reentrant(stage: int, how: str) -> str:
-    options = {**EAGER, "accumulate": 2} if how == "accumulate" else EAGER
+def _reentrant(stage: int, hows: list[str]) -> str:
+    options = {**EAGER, "accumulate": 2} if hows == ["accumulate"] else EAGER
     pair = Pair(Reentrant(), stage, options, rtol=1e-6)
 
     def loss(run: Any, number: int) -> Tensor:
         return run(draw(4, 7, seed=number))
 
     pair.run(draw(4, 7))
-    for stance in ("default", "force_eager"):
+    for stance, how in itertools.product(("default", "force_eager"), hows):
         for number in range(4):
             held = how == "no_sync" and number % 2 == 0
             with (
@@ -158,11 +157,11 @@ def _reentrant(stage: int, how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", ["default", "no_sync", "accumulate"])
+@pytest.mark.parametrize("hows", [["no_sync", "default"], ["accumulate"]], ids="-".join)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_that_run_a_backward_of_their_own(stage: int, how: str) -> None:
-    for message in run_ranks(2, _reentrant, stage, how):
-        if how == "accumulate" and stage < 2:
+def test_checkpoints_that_run_a_backward_of_their_own(stage: int, hows: list[str]) -> None:
+    for message in run_ranks(2, _reentrant, stage, hows):
+        if hows == ["accumulate"] and stage < 2:
             assert message.startswith("force_eager") and "use_reentrant=False" in message, message
         else:
             assert not message, message
