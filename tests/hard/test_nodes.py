@@ -18,28 +18,28 @@ from zerofx.sharding.shard import session_of
 HOPS = Algorithms("two_hop", "two_hop")
 
 
-def _train(stage: int, options: dict[str, Any]) -> Algorithms:
-    pair = Pair(make("gpt"), stage, {**EAGER, **options}, rtol=1e-6)
-    pair.train(lambda run, number: run(*batch("gpt", dist.get_rank(), number)), 3)
+def _train(stage: int, options: dict[str, Any], name: str = "mlp") -> Algorithms:
+    pair = Pair(make(name), stage, {**EAGER, **options}, rtol=1e-6)
+    pair.train(lambda run, number: run(*batch(name, dist.get_rank(), number)), 3)
     session = session_of(pair.model)
     assert session is not None and session.sharded.shard_comm is not None
     return session.sharded.shard_comm.algorithms
 
 
-def _over_a_link(stage: int, hop_ms: dict[Algorithm, float]) -> Algorithms:
+def _over_a_link(stage: int, hop_ms: dict[Algorithm, float], name: str = "mlp") -> Algorithms:
     """Where gathers by each algorithm take `hop_ms`."""
 
     def point(*args: Any) -> tuple[float, float]:
         return 0.0, hop_ms[cast(Algorithm, args[1])]
 
     with patch.object(calibrate, "_point", point):
-        return _train(stage, {"ranks_per_node": 2})
+        return _train(stage, {"ranks_per_node": 2}, name)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_nodes_of_two_ranks(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "name"), [(2, "mlp"), (3, "gpt")])
+def test_two_nodes_of_two_ranks(stage: int, name: str) -> None:
     slow: dict[Algorithm, float] = {"point_to_point": 13, "two_hop": 9}
-    ways = run_ranks(4, _over_a_link, stage, slow, timeout=120)
+    ways = run_ranks(4, _over_a_link, stage, slow, name, timeout=120)
     assert ways == [HOPS] * 4
 
 
