@@ -52,7 +52,7 @@ def turned(x: Tensor, length: int) -> Tensor:
 class Gpt(nn.Module):
     """The head is the embedding; the loss is of labels moved by one, and logits come along."""
 
-    def __init__(self, *, depth: int = 2, rotary: bool = False, checkpoints: bool = False) -> None:
+    def __init__(self, *, depth: int = 1, rotary: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(VOCABULARY, WIDTH, **F64)

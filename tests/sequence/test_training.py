@@ -80,9 +80,9 @@ def _trained(
     ("ranks", "size", "stage", "inner", "kind"),
     [
         (4, 2, 3, "eager", {}),
-        (4, 4, 2, "eager", {"rotary": True, "depth": 1}),
-        pytest.param(2, 2, 1, "inductor", {"depth": 1}, marks=INDUCTOR_DIFFERENTIATES),
-        (2, 2, 0, "eager", {"rotary": True, "checkpoints": True}),
+        (4, 4, 2, "eager", {"rotary": True}),
+        pytest.param(2, 2, 1, "inductor", {}, marks=INDUCTOR_DIFFERENTIATES),
+        (2, 2, 0, "eager", {"rotary": True, "checkpoints": True, "depth": 2}),
     ],
 )
 def test_trains_as_one_process(
