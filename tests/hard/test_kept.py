@@ -69,6 +69,15 @@ def _stepped(model: nn.Module, run: Any) -> list[Tensor]:
     return _gradients(model)
 
 
+def _abandoned(model: nn.Module, run: Any) -> list[Tensor]:
+    """Before an edit, a forward that nobody differentiates leaves what it kept."""
+    _loss(run)
+    with torch.no_grad():
+        model.get_parameter("2.0.weight").neg_()
+    _loss(run).backward()
+    return _gradients(model)
+
+
 def _forward_alone(model: nn.Module, run: Any) -> list[Tensor]:
     values = [_loss(run).detach()]
     model.get_parameter("2.0.weight").data.mul_(2.0)  # seen, too
@@ -85,7 +94,10 @@ def _frozen_later(model: nn.Module, run: Any) -> list[Tensor]:
 
 
 # Backwards that retain their graph are compiled as such.
-SCENARIOS = ((_retained,), (_two_forwards, _edited, _stepped, _forward_alone, _frozen_later))
+SCENARIOS = (
+    (_retained,),
+    (_two_forwards, _edited, _stepped, _abandoned, _forward_alone, _frozen_later),
+)
 
 
 def _results(scenarios: tuple[Scenario, ...], budget: int | None) -> list[list[Tensor]]:
