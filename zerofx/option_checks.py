@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from typing import TYPE_CHECKING, Any, cast
@@ -145,6 +146,17 @@ def refuse_at_stage(config: ZeroConfig) -> None:
                 f"option {name} has no meaning at stage {config.stage}, where full values stay",
                 f'use backend="zero3", or leave {name} out',
             )
+
+
+def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
+    """The options at another stage, without those that have no meaning there."""
+    without: dict[str, Any] = {}
+    if stage < 3:
+        without = {"secondary_shards": False, "quantize_weights": None}
+        without |= {"memory_budget": None, "prefetch_bytes": None}
+    if stage == 0 or (config.quantize_weights and not config.quantize_gradients and stage < 3):
+        without |= {"quantize": None, "quantize_gradients": None, "drift_every": None}
+    return dataclasses.replace(config, stage=stage, **without)
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.logs import heard
 from zerofx.config import ZeroConfig
 from zerofx.cost.lines import NotAlikeError
 from zerofx.cost.machine import DATACENTER_GPU
@@ -29,22 +33,25 @@ class Scores(nn.Module):
         return (scores @ self.value(x))[:, :-1].flatten(0, 1).square().mean()
 
 
-def planner(batch: int, length: int) -> Planner:
+def planner(batch: int, length: int, **options: Any) -> Planner:
     def inputs(batch: int, length: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         return (torch.zeros(batch, length, dtype=torch.int64),), {}
 
-    config = ZeroConfig(inner="eager", min_shard_numel=0, dump="")
+    config = ZeroConfig(inner="eager", min_shard_numel=0, dump="", **options)
     return Planner(Scores, inputs, config, DATACENTER_GPU, FP32_ADAM, 4, batch, length, whole=True)
 
 
 def test_sizes_that_were_never_traced() -> None:
     stages = (1, 3)
-    formulas = planner(2, 16).closed_forms(stages)
+    asked = planner(2, 16, quantize_weights="int8", quantize_exact=("slip",))
+    with heard("zerofx.frontend.layouts") as said:
+        formulas = asked.closed_forms(asked.plan(stages))
+    assert len(said) == 1 and "'slip'" in said[0]  # once, and not for each length
     for formula in formulas.values():
         assert formula.free_symbols == {B, S}
         assert formula.has(S**2)
     for batch, length in ((3, 17), (9, 64), (2, 301)):
-        plans = planner(batch, length).plan(stages).stages
+        plans = dataclasses.replace(asked, batch=batch, length=length).plan(stages).stages
         for stage in stages:
             walked = plans[stage].forecast.peak(batch).total
             formula = formulas[stage].subs({B: batch, S: length})
@@ -69,4 +76,4 @@ def test_a_program_that_depends_on_the_length_has_no_formula() -> None:
     config = ZeroConfig(inner="eager", min_shard_numel=0, dump="")
     asked = Planner(Other, inputs, config, DATACENTER_GPU, FP32_ADAM, 4, 2, 16, whole=True)
     with pytest.raises(NotAlikeError):
-        asked.closed_forms((3,))
+        asked.closed_forms(asked.plan((3,)))

@@ -16,8 +16,8 @@ from tests.quantized.test_values import Weights, grads_of
 from tests.ranks import run_ranks
 from zerofx.errors import ConfigError
 from zerofx.frontend.layouts import warn_of_idle_patterns
-from zerofx.frontend.planner import at_stage
 from zerofx.ir.error_bands import expected_error
+from zerofx.option_checks import at_stage
 
 OPTIONS = {
     "inner": "eager",

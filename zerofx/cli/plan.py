@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, progress: Progress) -> Answer:
     # Raises for options that have no meaning at any stage that was asked for.
     pipeline(dataclasses.replace(config, stage=stages[-1]))
     plan = _plan(planner, stages)
-    formulas = _closed_forms(planner, stages) if args.formula else {}
+    formulas = _closed_forms(planner, plan) if args.formula else {}
     shown = length if target.has_length else None
     asked = Question(target.text, num_ranks, batch, shown, args.memory, precision, config, formulas)
     fits = args.memory is None or best_stage(plan, asked) is not None
@@ -91,9 +91,9 @@ def _plan(planner: Planner, stages: Sequence[Stage]) -> Plan:
         ) from error
 
 
-def _closed_forms(planner: Planner, stages: Sequence[int]) -> dict[int, Any]:
+def _closed_forms(planner: Planner, plan: Plan) -> dict[int, Any]:
     try:
-        return planner.closed_forms(stages)
+        return planner.closed_forms(plan)
     except NotAlikeError as error:
         raise UnsupportedError(
             f"--formula: other lengths give other programs ({error})",

@@ -11,9 +11,10 @@ import sympy
 from zerofx.cli.units import show_bytes, show_seconds
 from zerofx.config import ZeroConfig
 from zerofx.cost.memory import PSI, Precision, States, formula, wire_formula
-from zerofx.frontend.planner import StagePlan, at_stage
+from zerofx.frontend.planner import StagePlan
 from zerofx.frontend.weigh import pays
 from zerofx.ir.parcels import Codec
+from zerofx.option_checks import at_stage
 from zerofx.passes.quantize_reduces import QuantizeReduces
 from zerofx.passes.quantize_unshards import QuantizeUnshards
 

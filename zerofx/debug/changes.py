@@ -13,11 +13,11 @@ from zerofx.config import Stage
 from zerofx.debug.outcome import Outcome, Setting, outcome_of, programs_of
 from zerofx.errors import ZeroFxError
 from zerofx.frontend.layouts import lay_out
-from zerofx.frontend.planner import at_stage
 from zerofx.frontend.rehearsal import Rehearsal
 from zerofx.frontend.views import Programs
 from zerofx.ir.ops import UNSHARD_START
 from zerofx.ir.verify import peak_full_bytes
+from zerofx.option_checks import at_stage
 from zerofx.passes.buckets import default_target
 
 Retrace = Callable[[torch.dtype | None, int], Sequence[Rehearsal]]

@@ -17,7 +17,6 @@ from zerofx.frontend.capture import Capture
 from zerofx.frontend.choose import choose_stage
 from zerofx.frontend.first_forward import config_of, shard_root
 from zerofx.frontend.inner import SegmentCompiler, patches_of_mode
-from zerofx.frontend.planner import at_stage
 from zerofx.frontend.roots import (
     find_compiled_module,
     find_missing_roots,
@@ -26,6 +25,7 @@ from zerofx.frontend.roots import (
     to_be_sharded,
 )
 from zerofx.frontend.watch import GraphWatcher, watcher_of
+from zerofx.option_checks import at_stage
 from zerofx.passes.registry import refuse_changed, registered, with_registered
 from zerofx.runtime.handles import live_sessions
 from zerofx.runtime.session import Session

@@ -20,10 +20,10 @@ from zerofx.cost.machine import Machine, machine_of
 from zerofx.cost.memory import FP32_ADAM
 from zerofx.cost.tables import CommTable, topology
 from zerofx.errors import ConfigError, ShardingError
-from zerofx.frontend.planner import at_stage
 from zerofx.frontend.rehearsal import Rehearsal, rehearse_graph
 from zerofx.frontend.resident import rest_of
 from zerofx.frontend.views import coded_in, forecast_of
+from zerofx.option_checks import at_stage
 from zerofx.runtime.arrivals import Arrivals
 from zerofx.runtime.axes import replicas_of
 from zerofx.runtime.comm import backend_for, node_size_of

@@ -32,6 +32,7 @@ from zerofx.frontend.traffic import Traffic, total_of
 from zerofx.frontend.views import Programs, Times, View, grow, look
 from zerofx.frontend.weigh import CODING, Weighing, otherwise, pays, with_seconds
 from zerofx.ir.spec import ParamSpec
+from zerofx.option_checks import at_stage
 from zerofx.passes.buckets import default_target
 from zerofx.torch_private import fake_mode
 
@@ -119,8 +120,12 @@ class Planner:
     whole: bool = False
     say: Callable[[str], None] = lambda what: None
 
-    def plan(self, stages: Sequence[int] = (0, 1, 2, 3)) -> Plan:
+    def plan(self, stages: Sequence[int] = (0, 1, 2, 3), *, again: bool = False) -> Plan:
         """Trace the model, and look at each stage.
+
+        Args:
+            stages: those.
+            again: what it warns of has been said.
 
         Raises:
             UnsupportedError: the model does not trace as one graph.
@@ -128,7 +133,8 @@ class Planner:
         self.say("building the model")
         with fake_mode():
             model = construct(lambda: self._model(0))
-        warn_of_idle_patterns(model, self.config)
+        if not again:
+            warn_of_idle_patterns(model, self.config)
         params = describe_params(model, self.config.param_dtype)
         depth = 0 if self.whole else stack_depth(model)
         buffers = buffer_bytes(model)
@@ -152,18 +158,21 @@ class Planner:
         precision, traced = precision_of(params, self.precision), blocks[:2] if blocks else ()
         return Plan(numel, trained, idle, depth if blocks else 0, traced, plans, precision)
 
-    def closed_forms(self, stages: Sequence[int] = (0, 1, 2, 3)) -> dict[int, Any]:
+    def closed_forms(self, plan: Plan) -> dict[int, Any]:
         """Peak memory of each stage in batch size and length (`zerofx.cost.surface`).
+
+        Args:
+            plan: what `plan` made, of the stages.
 
         Raises:
             NotAlikeError: the programs depend on the length by more than their shapes.
             UnsupportedError: the model does not trace as one graph.
         """
-        step = max(2, self.length // 4)
-        plans: dict[int, Plan] = {}
-        for length in (self.length, self.length + step, self.length + 2 * step):
+        step, stages = max(2, self.length // 4), tuple(plan.stages)
+        plans = {self.length: plan}
+        for length in (self.length + step, self.length + 2 * step):
             self.say(f"length {length}")
-            plans[length] = dataclasses.replace(self, length=length).plan(stages)
+            plans[length] = dataclasses.replace(self, length=length).plan(stages, again=True)
         return {
             stage: peak_expression({s: plan.stages[stage].forecast for s, plan in plans.items()})
             for stage in stages
@@ -287,14 +296,3 @@ def _programs(
     """Of the same model with two batch sizes."""
     one, other = (each.programs(config, num_ranks, (), machine, weighing) for each in rehearsals)
     return one, other
-
-
-def at_stage(config: ZeroConfig, stage: int) -> ZeroConfig:
-    """The options at another stage, without those that have no meaning there."""
-    without: dict[str, Any] = {}
-    if stage < 3:
-        without = {"secondary_shards": False, "quantize_weights": None}
-        without |= {"memory_budget": None, "prefetch_bytes": None}
-    if stage == 0 or (config.quantize_weights and not config.quantize_gradients and stage < 3):
-        without |= {"quantize": None, "quantize_gradients": None, "drift_every": None}
-    return dataclasses.replace(config, stage=stage, **without)
