@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.integrations.test_tensor_parallel import SPECS, STEPS, Gpt, alone, data
+from tests.logs import heard
 from tests.ranks import run_ranks
-from zerofx.integrations.tensor_parallel import TensorParallel, export_joined
+from zerofx.integrations.tensor_parallel import PRESETS, Rule, TensorParallel, export_joined
 from zerofx.integrations.tensor_parallel.linear import Cut
 from zerofx.integrations.tensor_parallel.rules import rules_of
 
@@ -39,6 +40,22 @@ def test_parts_without_a_file(tmp_path: Path) -> None:
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     for name, want in alone(Gpt)[1].named_parameters():
         torch.testing.assert_close(whole[name], want.detach(), rtol=1e-9, atol=1e-10)
+
+
+def _with_slips_of_the_pen() -> list[str]:
+    rules = (Rule("wrods", "whole"), Rule(r"blocks\.0\.norm_q", "outputs"), Rule(r"up", "outputs"))
+    others = (Rule("head.bias", "summed"), Rule("nothing", "inputs", models=("llama",)))
+    parts = TensorParallel(2, (*rules, *others, *PRESETS["bloom"], *rules_of(SPECS)))
+    with heard("zerofx.integrations.tensor_parallel") as said:
+        parts.parallelize(Gpt())
+    return said
+
+
+def test_rules_that_fit_nothing_are_named() -> None:
+    """But for those of presets, and of other models."""
+    first, second = run_ranks(2, _with_slips_of_the_pen)
+    assert [each.split("'")[1] for each in first] == ["wrods", r"blocks\\.0\\.norm_q", "up"]
+    assert all("Gpt" in each and "blocks.0.qkv.weight" in each for each in first) and not second
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 1))

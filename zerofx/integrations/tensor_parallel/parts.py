@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterable, Sequence
 
@@ -23,12 +24,13 @@ from zerofx.integrations.tensor_parallel.division import (
     plan,
     share_random_numbers,
 )
-from zerofx.integrations.tensor_parallel.rules import Rule, rules_in
+from zerofx.integrations.tensor_parallel.rules import Rule, idle_patterns, rules_in
 from zerofx.runtime.handles import states_by_param
 from zerofx.runtime.overflow import share_overflow
 from zerofx.sequence.cuts import Place
 from zerofx.torch_private import name_of
 
+_log = logging.getLogger(__name__)
 _MOST_APART = 0.05  # of a norm; what GPUs add up in any order differs by less
 
 
@@ -106,6 +108,14 @@ class TensorParallel:
                 "name its layers in tensor_parallel.partition_config, or a preset_model",
             )
         held = plan(model, rules, self.size, strict=self.strict)
+        for pattern in idle_patterns(self.rules, model) if dist.get_rank() == 0 else ():
+            _log.warning(
+                "a rule of TensorParallel has the pattern %r, which fits no parameter of %s that "
+                "it could hold: patterns are matched from the beginning of names such as %s",
+                pattern,
+                type(model).__name__,
+                f"{next(iter(held))}.weight",
+            )
         first = dist.get_process_group_ranks(self.group)[0]
         for value in (*model.parameters(), *model.buffers()):
             dist.broadcast(value.data, first, group=self.group)

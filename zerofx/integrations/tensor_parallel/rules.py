@@ -67,10 +67,31 @@ class Rule:
 
 def rule_for(name: str, rules: Sequence[Rule], model: nn.Module) -> Rule | None:
     """The first rule that is for a parameter of a model."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return next((rule for rule in rules if rule.fits(name, kind)), None)
+    return next((rule for rule in rules if rule.fits(name, _kind(model))), None)
 
 
+def idle_patterns(rules: Sequence[Rule], model: nn.Module) -> list[str]:
+    """Patterns that fit nothing which their rules could hold, as one with a slip of the pen.
+
+    Rules of presets, and those for other types of models, need not fit.
+    """
+    kind = _kind(model)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    layers = [name for name, each in params.items() if name.endswith("weight") and each.ndim > 1]
+    return [
+        rule.pattern
+        for rule in rules
+        if not rule.models or (kind or "").lower() in rule.models
+        if not any(rule in preset for preset in PRESETS.values())
+        if not any(rule.fits(name, kind) for name in (params if rule.way in _ANY else layers))
+    ]
+
+
+def _kind(model: nn.Module) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+_ANY: tuple[Way, ...] = ("whole", "summed")  # parameters that need not be a layer's
 _SIDES = ("outputs", "inputs")
 
 
