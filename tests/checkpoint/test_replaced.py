@@ -125,6 +125,14 @@ def test_an_export_that_is_killed_leaves_no_mixture(
     assert (open_source(tmp_path).tensors("model.")["0.weight"].read() == 1).all()
 
 
+def test_a_folder_of_checkpoints_is_none_itself(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2"):
+        checkpoint.save(tmp_path / name, nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="is a folder of checkpoints") as raised:
+        open_source(tmp_path)
+    assert raised.value.offenders == ("step-1", "step-2")
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/x", Path("gs://bucket/x"), "file:///tmp/x"])
 def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
     monkeypatch.chdir(tmp_path)

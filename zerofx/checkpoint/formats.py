@@ -41,7 +41,18 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         return deepspeed.open_checkpoint(folder)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         deepspeed.refuse_without_tag(folder)
+        _refuse_above(folder)
     return _of_safetensors(folder)
+
+
+def _refuse_above(folder: Path) -> None:
+    """A folder of checkpoints, or of one in parts, is none itself."""
+    names = sorted(each.name for each in folder.iterdir() if is_complete(each))
+    inside = [name for name in names if name[0] != "."]
+    if inside:
+        raise CheckpointError(
+            f"{folder} is a folder of checkpoints", "name one of those in it", inside
+        )
 
 
 def _of_dcp(folder: Path) -> Source:
