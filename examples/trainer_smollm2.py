@@ -45,7 +45,10 @@ class Windows(Dataset[dict[str, Tensor]]):
 def main(argv: list[str] | None = None) -> None:
     """Measure, train, measure, and save what `from_pretrained` loads."""
     args = parse_arguments(argv)
+    if args.resume and not any(args.out.glob("checkpoint-*")):
+        raise SystemExit(f"--resume: there is no checkpoint in {args.out}")
     with join() as world:
+        torch.manual_seed(args.seed)  # `--tiny` draws a model
         task = smollm2.load_on_all(world, args.cache, tiny=args.tiny)
         trainer = Trainer(
             task.model,

@@ -57,11 +57,11 @@ def test_finetune_trains_saves_and_resumes_at_another_stage(tmp_path: Path) -> N
 
 def test_what_examples_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    finetune, corpus, display = map(
-        importlib.import_module, ("finetune_smollm2", "kit.corpus", "kit.display")
-    )
-    with pytest.raises(SystemExit, match="there is no checkpoint in"):
-        finetune.main(["--tiny", "--resume", "--out", str(tmp_path / "wrong")])
+    names = ("finetune_smollm2", "trainer_smollm2", "kit.corpus", "kit.display")
+    finetune, trainer, corpus, display = map(importlib.import_module, names)
+    for example in (finetune, trainer):
+        with pytest.raises(SystemExit, match="there is no checkpoint in"):
+            example.main(["--tiny", "--resume", "--out", str(tmp_path / "wrong")])
     with pytest.raises(SystemExit):
         finetune.parse_arguments(["--batch", "0"])
     with pytest.raises(SystemExit, match="give a smaller --length"):
