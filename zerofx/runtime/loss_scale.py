@@ -48,8 +48,9 @@ class GradScaler(FixedScaler):
     """`torch.amp.GradScaler` with a window, a hysteresis and a minimum.
 
     The sequence of scales is that of DeepSpeed's `DynamicLossScaler`: the scale doubles after
-    `window` clean steps and every `window` further ones, counted from the step after the last
-    overflow, and is halved at an overflow, once `hysteresis - 1` earlier ones have been forgiven.
+    `window` clean steps and every `window` further ones, where the first of a run, and the first
+    after an overflow, does not count, and is halved at an overflow, once `hysteresis - 1` earlier
+    ones have been forgiven.
 
     Args:
         device: type of the device that the loss is on, `cuda` or `cpu`.
