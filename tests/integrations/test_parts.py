@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from tests.integrations.test_tensor_parallel import SPECS, STEPS, Gpt, alone, data
 from tests.logs import heard
 from tests.ranks import run_ranks
+from zerofx.errors import ConfigError
 from zerofx.integrations.tensor_parallel import PRESETS, Rule, TensorParallel, export_joined
 from zerofx.integrations.tensor_parallel.linear import Cut
 from zerofx.integrations.tensor_parallel.rules import rules_of
@@ -56,6 +59,14 @@ def test_rules_that_fit_nothing_are_named() -> None:
     first, second = run_ranks(2, _with_slips_of_the_pen)
     assert [each.split("'")[1] for each in first] == ["wrods", r"blocks\\.0\\.norm_q", "up"]
     assert all("Gpt" in each and "blocks.0.qkv.weight" in each for each in first) and not second
+
+
+def test_rules_are_looked_at_when_they_are_made() -> None:
+    wrong: Any = "colwise"
+    with pytest.raises(ConfigError, match=r"'colwise' of how layers are held(.|\n)*'outputs'"):
+        Rule("up", wrong)
+    with pytest.raises(ConfigError, match=r"the pattern 'up\('"):
+        Rule("up(", "outputs")
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 1))

@@ -105,7 +105,8 @@ class TensorParallel:
         if not rules:
             raise ConfigError(
                 f"{type(model).__name__} brings no tp_plan along",
-                "name its layers in tensor_parallel.partition_config, or a preset_model",
+                'give rules for its layers, as Rule(r".*up_proj", "outputs"); in a file, '
+                "tensor_parallel.partition_config has them, or a preset_model",
             )
         held = plan(model, rules, self.size, strict=self.strict)
         for pattern in idle_patterns(self.rules, model) if dist.get_rank() == 0 else ():

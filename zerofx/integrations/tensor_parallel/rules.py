@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -27,6 +27,9 @@ class Rule:
             a sequence are those of sections that are each cut.
         dim: of `shape`, along which it is cut; by default outputs or inputs.
         models: types of models that the rule is for; by default all.
+
+    Raises:
+        ConfigError: there is no such way, or the pattern is no regular expression.
     """
 
     pattern: str
@@ -34,6 +37,21 @@ class Rule:
     shape: Sequence[Any] | None = None
     dim: int | None = None
     models: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ways = get_args(Way)
+        if self.way not in ways:
+            raise ConfigError(
+                f"the rule for {self.pattern!r} says {self.way!r} of how layers are held",
+                f"use one of {', '.join(map(repr, ways))}",
+            )
+        try:
+            re.compile(self.pattern)
+        except (re.error, TypeError) as error:
+            raise ConfigError(
+                f"a rule has the pattern {self.pattern!r}: {error}",
+                "write a regular expression that names of parameters begin with",
+            ) from error
 
     def fits(self, name: str, model: str | None) -> bool:
         """Whether it is for the parameter of that name."""
@@ -154,13 +172,6 @@ def _rules(spec: Mapping[str, Any]) -> Iterator[Rule]:
     kinds: Any = spec.get("model_types") or ()
     models = tuple(str(each).lower() for each in ([kinds] if isinstance(kinds, str) else kinds))
     for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"a layer_spec has the pattern {pattern!r}: {error}",
-                "write a regular expression that names of parameters begin with",
-            ) from error
         yield Rule(pattern, way, shape, dim, models)
 
 
