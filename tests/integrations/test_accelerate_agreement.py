@@ -89,6 +89,16 @@ class Counting(nn.Module):
         return self.linear(x) + self.mine
 
 
+@pytest.mark.parametrize("given", [{"stage": 2}, 2, "ds_config.json"])
+def test_what_is_no_configuration_is_refused(given: Any) -> None:
+    pytest.importorskip("transformers")
+    from zerofx.integrations import Accelerator, Trainer
+
+    for integration in (lambda: Accelerator(given), lambda: Trainer(nn.Linear(2, 2), zero=given)):
+        with pytest.raises(ConfigError, match="neither a configuration nor a recipe"):
+            integration()
+
+
 def wraps_otherwise(folder: str) -> None:
     import transformers
     from accelerate.utils import DistributedDataParallelKwargs

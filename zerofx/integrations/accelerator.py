@@ -19,7 +19,7 @@ from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError, UnsupportedError
 from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.recipe_accelerator import RecipeAccelerator
-from zerofx.integrations.rivals import keeps_buffers, refuse_rivals
+from zerofx.integrations.rivals import keeps_buffers, refuse_rivals, told_by
 from zerofx.runtime.in_place import full
 from zerofx.runtime.params import params_of
 from zerofx.sharding.refuse import refuse_wrappers
@@ -63,9 +63,9 @@ class Accelerator(RecipeAccelerator):
     ) -> None:
         # Without being told so, Accelerate takes ranks on CPUs for processes that are alone.
         kwargs.setdefault("cpu", not torch.accelerator.is_available())
-        recipe = zero if isinstance(zero, Recipe) else None
+        config, recipe = told_by(zero)
         super().__init__(recipe, layer, scaler, **kwargs)
-        self._zero = zero if isinstance(zero, ZeroConfig) else None
+        self._zero = config
         self._compile_kwargs = dict(compile_kwargs or {})
         refuse_rivals(self)
         self._refuse_counting_alone()

@@ -12,9 +12,27 @@ from accelerate.utils import (
     DynamoBackend,
 )
 
+from zerofx.config import ZeroConfig
 from zerofx.errors import ConfigError
+from zerofx.integrations.deepspeed.recipe import Recipe
 
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def told_by(zero: object) -> tuple[ZeroConfig | None, Recipe | None]:
+    """A configuration or a recipe, whichever was given; users may pass anything.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(zero, ZeroConfig):
+        return zero, None
+    if zero is None or isinstance(zero, Recipe):
+        return None, zero
+    raise ConfigError(
+        f"{zero!r} is neither a configuration nor a recipe",
+        'pass zerofx.ZeroConfig(stage=3, …), or zerofx.from_deepspeed("ds_config.json")',
+    )
 
 
 def refuse_rivals(accelerator: accelerate.Accelerator) -> None:

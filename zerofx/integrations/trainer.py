@@ -26,7 +26,7 @@ from zerofx.integrations.deepspeed.recipe import Recipe
 from zerofx.integrations.deepspeed.sampling import DataSampler
 from zerofx.integrations.recipe import auto_values, refuse_disagreement
 from zerofx.integrations.reports import Reports
-from zerofx.integrations.rivals import refuse_arguments
+from zerofx.integrations.rivals import refuse_arguments, told_by
 from zerofx.integrations.samples import (
     EpochSampler,
     draw_from,
@@ -75,8 +75,7 @@ class TrainerMixin(_Base):
         make_sampler: Callable[[Any], DataSampler] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._recipe = None if zero is None or isinstance(zero, ZeroConfig) else zero
-        self._zero = zero if isinstance(zero, ZeroConfig) else None
+        self._zero, self._recipe = told_by(zero)
         self._our_kwargs = {"compile_kwargs": compile_kwargs, "layer": layer}
         self._make_sampler = make_sampler
         self._sampler: EpochSampler | None = None
