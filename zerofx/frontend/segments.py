@@ -76,30 +76,39 @@ def split(graph: fx.Graph) -> list[fx.Node | Segment]:
             home[node] = run
     symbols = _symbol_sources(graph)
     place = positions(graph)
+    inputs = [() if isinstance(run, fx.Node) else _read_by(run, symbols, place) for run in runs]
+    # No node says that a later segment needs a symbol which this one computes.
+    read = {node for each in inputs for node in each}
     return [
-        run if isinstance(run, fx.Node) else _make_segment(graph, run, symbols, place)
-        for run in runs
+        run if isinstance(run, fx.Node) else _make_segment(graph, run, given, read)
+        for run, given in zip(runs, inputs, strict=True)
     ]
 
 
-def _make_segment(
-    graph: fx.Graph,
-    nodes: list[fx.Node],
-    symbols: dict[str, fx.Node],
-    place: dict[fx.Node, int],
-) -> Segment:
+def _read_by(
+    nodes: list[fx.Node], symbols: dict[str, fx.Node], place: dict[fx.Node, int]
+) -> tuple[fx.Node, ...]:
+    """Symbols whose values are known by then come first; others follow from shapes."""
     inside = set(nodes)
     outer = {arg: None for node in nodes for arg in node.all_input_nodes if arg not in inside}
     read = sorted(outer, key=lambda node: place[node])
     needed = {
-        symbol: None
+        symbols[symbol]: None
         for node in (*read, *nodes)
         for symbol in symbols_of(node.meta.get("val"))
         if symbol in symbols
     }
-    leading = [symbols[symbol] for symbol in needed if symbols[symbol] not in inside]
-    inputs = tuple(dict.fromkeys((*leading, *read)))
-    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    leading = [source for source in needed if place[source] < place[nodes[0]]]
+    return tuple(dict.fromkeys((*leading, *read)))
+
+
+def _make_segment(
+    graph: fx.Graph, nodes: list[fx.Node], inputs: tuple[fx.Node, ...], read: set[fx.Node]
+) -> Segment:
+    inside = set(nodes)
+    outputs = tuple(
+        node for node in nodes if node in read or any(user not in inside for user in node.users)
+    )
     own, owner = _extract(nodes, inputs, outputs), graph.owning_module or torch.nn.Module()
     only_views = all(node.target in _VIEWS for node in nodes)
     return Segment(inputs, outputs, own, owner, _key(own, owner), only_views)
