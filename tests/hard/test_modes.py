@@ -50,7 +50,7 @@ def test_evaluation_first_and_between_steps(stage: int, first: str) -> None:
 
 
 def test_evaluation_through_inductor() -> None:
-    run_ranks(2, _evaluate_and_train, 3, "inference_mode", "inductor")
+    run_ranks(2, _evaluate_and_train, 3, "inference_mode", "inductor", timeout=120)
 
 
 def _forward_alone(stage: int) -> None:

@@ -94,7 +94,7 @@ def idle_patterns(rules: Sequence[Rule], model: nn.Module) -> list[str]:
     Rules of presets, and those for other types of models, need not fit.
     """
     kind = _kind(model)
-    params = dict(model.named_parameters(remove_duplicate=False))
+    params = dict(nn.Module.named_parameters(model, remove_duplicate=False))
     layers = [name for name, each in params.items() if name.endswith("weight") and each.ndim > 1]
     return [
         rule.pattern
