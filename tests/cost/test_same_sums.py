@@ -94,10 +94,11 @@ def test_buckets_go_by_what_was_measured() -> None:
 @pytest.mark.parametrize("options", [{}, {"quantize_gradients": "int8.feedback"}], ids=str)
 def test_plan_formula_and_explanation_have_one_peak(options: dict[str, Any]) -> None:
     asked = planner(**options)
-    forecast = asked.plan((3,)).stages[3].forecast
+    plan = asked.plan((3,))
+    forecast = plan.stages[3].forecast
     assert bool(forecast.resident.codes) is bool(options)
     peak = forecast.peak(BATCH).total
-    formula = asked.closed_forms((3,))[3].subs({B: BATCH, S: 2})
+    formula = asked.closed_forms(plan)[3].subs({B: BATCH, S: 2})
     assert int(formula) == peak == explained(**options).outcome.peak.total
 
 
