@@ -89,14 +89,12 @@ class _SumForward(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Residual blocks and a head; the loss is the mean over this rank's positions."""
+    """Two residual blocks and a head; the loss is the mean over this rank's positions."""
 
-    def __init__(
-        self, block: Callable[[Any], nn.Module], group: Any = None, depth: int = 2
-    ) -> None:
+    def __init__(self, block: Callable[[Any], nn.Module], group: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(block(group) for _ in range(depth))
+        self.blocks = nn.ModuleList(block(group) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -137,10 +135,8 @@ def _steps(
     return losses
 
 
-def _alone(
-    block: Callable[[Any], nn.Module], rows: int, depth: int = 2
-) -> tuple[list[float], nn.Module]:
-    model = Net(block, depth=depth)
+def _alone(block: Callable[[Any], nn.Module], rows: int) -> tuple[list[float], nn.Module]:
+    model = Net(block)
     return _steps(model, model.parameters(), lambda step: batch(rows, step)), model
 
 
@@ -179,13 +175,11 @@ def _slices(whole: nn.Module, part: int) -> dict[str, Tensor]:
     return found
 
 
-def _tensor_parallel(
-    stage: int, inner: str, depth: int, folder: Path
-) -> tuple[int, list[float], Any]:
+def _tensor_parallel(stage: int, inner: str, folder: Path) -> tuple[int, list[float], Any]:
     mesh = _mesh()
     data, part = mesh.get_local_rank("data"), mesh.get_local_rank("model")
-    model = Net(Mlp, mesh.get_group("model"), depth)
-    model.load_state_dict(_slices(Net(Mlp, depth=depth), part))
+    model = Net(Mlp, mesh.get_group("model"))
+    model.load_state_dict(_slices(Net(Mlp), part))
     run = _compiled(model, stage, mesh["data"], inner)
     losses = _steps(
         run, model.parameters(), lambda step: [each.chunk(2)[data] for each in batch(4, step)]
@@ -212,11 +206,11 @@ def _saved_and_loaded(model: nn.Module, folder: Path, part: int, values: dict[st
     checkpoint.export_safetensors(model, folder / f"weights{part}")
 
 
-@pytest.mark.parametrize(("stage", "inner", "depth"), [(2, "eager", 2), (3, "inductor", 1)])
-def test_tensor_parallel(stage: int, inner: str, depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "inner"), [(2, "eager"), (3, "inductor")])
+def test_tensor_parallel(stage: int, inner: str, tmp_path: Path) -> None:
     """Each part of the model is sharded, saved and loaded by the ranks that hold it."""
-    results = run_ranks(4, _tensor_parallel, stage, inner, depth, tmp_path, timeout=120)
-    losses, model = _alone(Mlp, 4, depth)
+    results = run_ranks(4, _tensor_parallel, stage, inner, tmp_path, timeout=120)
+    losses, model = _alone(Mlp, 4)
     mean = torch.tensor([each for _, each, _ in results]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-6, atol=0)
     for part, _, params in results:

@@ -48,7 +48,7 @@ def test_eager_dropout_is_the_plain_models(stage: int, checkpointed: bool) -> No
 
 def _same_as_inductor() -> None:
     """One rank: the stream is that of `torch.compile(backend="inductor")`."""
-    model = Dropped(checkpointed=True, depth=1)
+    model = Dropped(checkpointed=True)
     want: list[Tensor] = []
     plain = torch.compile(model)
     for number in range(3):
