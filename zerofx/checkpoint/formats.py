@@ -17,7 +17,7 @@ from zerofx.checkpoint import damage, deepspeed
 from zerofx.checkpoint.reader import read_into
 from zerofx.checkpoint.snapshot import State
 from zerofx.checkpoint.source import Source, Stored, Unread, meta
-from zerofx.checkpoint.writer import alone, find, is_complete
+from zerofx.checkpoint.writer import alone, complete_below, find, is_complete, shown
 from zerofx.errors import CheckpointError
 from zerofx.sharding.weights import files_of, places_of, readable
 
@@ -47,9 +47,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 def _refuse_above(folder: Path) -> None:
     """A folder of checkpoints, or of one in parts, is none itself."""
-    names = sorted(each.name for each in folder.iterdir() if is_complete(each))
-    inside = [name for name in names if name[0] != "."]
-    if inside:
+    if inside := sorted(map(shown, complete_below(folder))):
         raise CheckpointError(
             f"{folder} is a folder of checkpoints", "name one of those in it", inside
         )

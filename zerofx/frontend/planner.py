@@ -124,8 +124,8 @@ class Planner:
         """Trace the model, and look at each stage.
 
         Args:
-            stages: those.
-            again: what it warns of has been said.
+            stages: to look at.
+            again: it looked at this model before, and has warned of what is wrong with options.
 
         Raises:
             UnsupportedError: the model does not trace as one graph.
